@@ -1,0 +1,52 @@
+"""Reference of ``kv_attend``: softmax attention in float64 over rows of every kind."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .memory import HIDDEN, Current, Layer, read_key, read_value
+
+
+def attend(
+    layer: Layer,
+    cur: Current,
+    cell_src: np.ndarray,
+    q: np.ndarray,
+    mask: np.ndarray | None = None,
+    sinks: np.ndarray | None = None,
+    scale: float = 1.0,
+    softcap: float = 0.0,
+) -> np.ndarray:
+    """Attention of queries ``q`` float32 ``[n_q, n_head, head_dim]`` over ``len(cell_src)`` cells.
+
+    mask   ``[n_q, n_kv]``, added to the (capped) scores; -inf hides a cell from a query
+    sinks  ``[n_head]``, a logit that joins the denominator and carries no value
+
+    Returns float64 ``[n_q, n_head, head_dim]``. A query that sees no cell gets zeros.
+    """
+    n_q, n_head, head_dim = q.shape
+    n_kv = len(cell_src)
+    visible = [cell for cell in range(n_kv) if cell_src[cell] != HIDDEN]
+    out = np.zeros((n_q, n_head, head_dim))
+    if not visible:
+        return out
+    mask64 = np.zeros((n_q, n_kv)) if mask is None else np.asarray(mask[:n_q, :n_kv], np.float64)
+    mask64 = mask64[:, visible]
+    for head in range(n_head):
+        kv_head = head // (n_head // layer.n_head_kv)
+        keys = np.array([read_key(layer, cur, c, int(cell_src[c]), kv_head) for c in visible], np.float64)
+        values = np.array([read_value(layer, cur, c, int(cell_src[c]), kv_head) for c in visible], np.float64)
+        scores = scale * (q[:, head].astype(np.float64) @ keys.T)
+        if softcap:
+            scores = softcap * np.tanh(scores / softcap)
+        scores = scores + mask64
+        sees = np.isfinite(scores).any(axis=1)
+        top = np.where(sees, scores.max(axis=1), 0.0)
+        if sinks is not None:
+            top = np.maximum(top, float(sinks[head]))
+        weights = np.exp(scores - top[:, None])
+        total = weights.sum(axis=1)
+        if sinks is not None:
+            total = total + np.exp(float(sinks[head]) - top)
+        out[sees, head] = (weights[sees] @ values) / total[sees, None]
+    return out

@@ -1,0 +1,118 @@
+"""One layer's persistent memory and the rows of a micro-batch, as the operations see them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from . import fp4
+from .layout import SideLayout
+
+FAR = -1  # the far tier
+HIDDEN = -2  # nobody sees the cell; its bytes may be anything
+CURRENT_BASE = -3  # row r of the micro-batch is CURRENT_BASE - r
+
+
+def current(row: int) -> int:
+    """The source number of row ``row`` of the micro-batch."""
+    return CURRENT_BASE - row
+
+
+@dataclass
+class Layer:
+    """Memory of one layer.
+
+    far_k, far_v    uint8 ``[n_cells, n_head_kv, 36 * head_dim / 64]``
+    side            uint8 ``[SideLayout.bytes]``
+    near_k, near_v  float16 ``[n_near, n_head_kv, head_dim]``
+    """
+
+    n_head_kv: int
+    head_dim: int
+    group: int
+    far_k: np.ndarray
+    far_v: np.ndarray
+    side: np.ndarray
+    near_k: np.ndarray
+    near_v: np.ndarray
+
+    @classmethod
+    def empty(cls, n_head_kv: int, head_dim: int, group: int, n_cells: int, n_near: int, fill: int = 0) -> Layer:
+        """A layer whose rows hold the byte ``fill`` (0xFF makes NaN of every near row); gains are unset."""
+        row = fp4.BLOCK_BYTES * head_dim // fp4.BLOCK_VALUES
+        layout = SideLayout(n_head_kv, head_dim, n_cells // group)
+        layer = cls(
+            n_head_kv,
+            head_dim,
+            group,
+            np.full((n_cells, n_head_kv, row), fill, np.uint8),
+            np.full((n_cells, n_head_kv, row), fill, np.uint8),
+            np.full(layout.bytes, fill, np.uint8),
+            np.full((n_near, n_head_kv, head_dim, 2), fill, np.uint8).view(np.float16)[..., 0],
+            np.full((n_near, n_head_kv, head_dim, 2), fill, np.uint8).view(np.float16)[..., 0],
+        )
+        layer.gain[...] = 0
+        return layer
+
+    @property
+    def layout(self) -> SideLayout:
+        return SideLayout(self.n_head_kv, self.head_dim, len(self.far_k) // self.group)
+
+    @property
+    def summaries(self) -> np.ndarray:
+        return self.layout.summaries(self.side)
+
+    @property
+    def spread(self) -> np.ndarray:
+        return self.layout.spread(self.side)
+
+    @property
+    def gain(self) -> np.ndarray:
+        return self.layout.gain(self.side)
+
+    def copy(self) -> Layer:
+        arrays = (self.far_k, self.far_v, self.side, self.near_k, self.near_v)
+        return Layer(self.n_head_kv, self.head_dim, self.group, *(a.copy() for a in arrays))
+
+    def chosen_gain(self) -> np.ndarray:
+        """Gains with 1 where none has been chosen yet, float32 ``[2, n_head_kv]``."""
+        return np.where(self.gain == 0, np.float32(1), self.gain)
+
+    def far_key(self, cell: int, head: int) -> np.ndarray:
+        """Decoded key of a far cell: summary plus difference, float32 ``[head_dim]``."""
+        summary = fp4.decode(self.summaries[cell // self.group, head])
+        return (summary + fp4.decode(self.far_k[cell, head])) / self.chosen_gain()[0, head]
+
+    def far_value(self, cell: int, head: int) -> np.ndarray:
+        return fp4.decode(self.far_v[cell, head]) / self.chosen_gain()[1, head]
+
+
+@dataclass
+class Current:
+    """Rows born in the running micro-batch, float32 ``[n_rows, n_head_kv, head_dim]``."""
+
+    k: np.ndarray
+    v: np.ndarray
+
+
+def read_key(layer: Layer, cur: Current, cell: int, src: int, head: int) -> np.ndarray:
+    """The exact or decoded key of a cell, float32."""
+    if src >= 0:
+        return layer.near_k[src, head].astype(np.float32)
+    if src == FAR:
+        return layer.far_key(cell, head)
+    if src == HIDDEN:
+        raise ValueError("a hidden cell has no key")
+    return cur.k[CURRENT_BASE - src, head]
+
+
+def read_value(layer: Layer, cur: Current, cell: int, src: int, head: int) -> np.ndarray:
+    """The exact or decoded value of a cell, float32."""
+    if src >= 0:
+        return layer.near_v[src, head].astype(np.float32)
+    if src == FAR:
+        return layer.far_value(cell, head)
+    if src == HIDDEN:
+        raise ValueError("a hidden cell has no value")
+    return cur.v[CURRENT_BASE - src, head]
