@@ -3,10 +3,10 @@
 #include "format/fp4_codec.h"
 
 #if defined(__AVX2__) && defined(__FMA__)
-#    include <immintrin.h>
-#    define KVFOLD_CODEC_AVX2 1
+#include <immintrin.h>
+#define KVFOLD_CODEC_AVX2 1
 #elif defined(__F16C__)
-#    include <immintrin.h>
+#include <immintrin.h>
 #endif
 
 namespace kvfold {
@@ -22,10 +22,10 @@ struct Scale {
 
 // Every scale code and its reciprocal.
 struct ScaleTable {
-    Scale at[kE4m3Max + 1];
+    Scale at[kScaleMax + 1];
     ScaleTable() {
-        for (int code = 0; code <= kE4m3Max; ++code) {
-            const float s = e4m3_decode(uint32_t(code));
+        for (int code = 0; code <= kScaleMax; ++code) {
+            const float s = scale_decode(uint32_t(code));
             at[code]      = {s, 1.0f / s};
         }
     }
@@ -44,7 +44,9 @@ __m256i e2m1_index_8(__m256 y) {
     return _mm256_sub_epi32(_mm256_setzero_si256(), n);
 }
 
-__m256 magnitudes() { return _mm256_setr_ps(0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f); }
+__m256 magnitudes() {
+    return _mm256_setr_ps(0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f);
+}
 
 float error_16(__m256 d_lo, __m256 d_hi) {
     const __m256 a = _mm256_fmadd_ps(d_hi, d_hi, _mm256_mul_ps(d_lo, d_lo));
@@ -70,14 +72,14 @@ void encode_16(const float * x, uint8_t * scale, uint8_t * quant) {
         return;
     }
 
-    const int c0         = e4m3_nearest(amax * (1.0f / 6.0f));
+    const int c0         = scale_nearest(amax * (1.0f / 6.0f));
     int       best_code  = 0;
     float     best_error = 0.0f;
     __m256i   best_lo    = _mm256_setzero_si256();
     __m256i   best_hi    = _mm256_setzero_si256();
     for (int k = 0; k < kFp4Candidates; ++k) {
         int code = c0 + fp4_scale_offset(k);
-        code     = code < 1 ? 1 : code > kE4m3Max ? kE4m3Max : code;
+        code     = code < 1 ? 1 : code > kScaleMax ? kScaleMax : code;
 
         const __m256  s     = _mm256_broadcast_ss(&kScales.at[code].value);
         const __m256  r     = _mm256_broadcast_ss(&kScales.at[code].inverse);
@@ -96,8 +98,8 @@ void encode_16(const float * x, uint8_t * scale, uint8_t * quant) {
 
     const __m256i sign_lo = _mm256_slli_epi32(_mm256_srli_epi32(_mm256_castps_si256(x_lo), 31), 3);
     const __m256i sign_hi = _mm256_slli_epi32(_mm256_srli_epi32(_mm256_castps_si256(x_hi), 31), 3);
-    const __m256i nibbles = _mm256_or_si256(_mm256_or_si256(best_lo, sign_lo),
-                                            _mm256_slli_epi32(_mm256_or_si256(best_hi, sign_hi), 4));
+    const __m256i nibbles =
+        _mm256_or_si256(_mm256_or_si256(best_lo, sign_lo), _mm256_slli_epi32(_mm256_or_si256(best_hi, sign_hi), 4));
     // eight 32-bit lanes -> eight bytes
     const __m128i words = _mm_packus_epi32(_mm256_castsi256_si128(nibbles), _mm256_extracti128_si256(nibbles, 1));
     *scale              = uint8_t(best_code);
@@ -130,7 +132,7 @@ void fp4_decode_row(const Fp4Block * blocks, float * x, int64_t n) {
     for (int64_t i = 0; i < n; i += 16) {
         const Fp4Block & block = blocks[i / 64];
         const int        sub   = int(i / 16 % 4);
-        decode_16(e4m3_decode(block.scale[sub]), &block.quant[8 * sub], x + i);
+        decode_16(scale_decode(block.scale[sub]), &block.quant[8 * sub], x + i);
     }
 }
 

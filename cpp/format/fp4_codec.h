@@ -1,13 +1,15 @@
 // Encoding and decoding of FP4 rows. This header is the specification: the scalar code below is what every other
-// implementation (the vector code in fp4_codec.cpp, CUDA kernels, the NumPy oracle of the tests) must match bit for bit.
+// implementation (the vector code in fp4_codec.cpp, CUDA kernels, the NumPy oracle of the tests) must match bit for
+// bit.
 //
-// E4M3 scale (unsigned, 0 <= code <= 0x7E):  exponent e = code >> 3, mantissa m = code & 7,
-//     value = m * 2^-9 when e == 0, (8 + m) * 2^(e - 10) otherwise.  Largest: 448. Code 0x7F is never written.
+// Scale byte (unsigned E5M3, code 0 .. 0xF7, see fp4_block.h):  exponent e = code >> 3, mantissa m = code & 7,
+//     value = m * 2^-25 when e == 0, (8 + m) * 2^(e - 26) otherwise.  Largest: 240. Codes 0xF8 .. 0xFF are never
+//     written.
 //
 // Encoding 16 channels x[0..15], all arithmetic in IEEE f32, round to nearest even, no flush to zero:
 //   1. amax = max |x[i]|. When amax == 0 the scale byte and the 8 value bytes are 0.
-//   2. c0 = the E4M3 code nearest to t = amax * f32(1/6), ties to the even code, at most 0x7E.
-//   3. The candidates are the scale codes clamp(c0 + k, 1, 0x7E), k taken in the order of kFp4ScaleOffsets.
+//   2. c0 = the scale code nearest to t = amax * f32(1/6), ties to the even code, at most 0xF7.
+//   3. The candidates are the scale codes clamp(c0 + k, 1, 0xF7), k taken in the order of kFp4ScaleOffsets.
 //      For each, with s its value and r = 1/s (f32 division):
 //        y[i] = |x[i]| * r
 //        n[i] = how many of the thresholds .25 .75 1.25 1.75 2.5 3.5 5 are strictly below y[i]
@@ -31,9 +33,9 @@
 #include "format/fp4_block.h"
 
 #if defined(__CUDACC__) || defined(__HIPCC__)
-#    define KVFOLD_HOST_DEVICE __host__ __device__
+#define KVFOLD_HOST_DEVICE __host__ __device__
 #else
-#    define KVFOLD_HOST_DEVICE
+#define KVFOLD_HOST_DEVICE
 #endif
 
 namespace kvfold {
@@ -46,7 +48,7 @@ KVFOLD_HOST_DEVICE constexpr int fp4_scale_offset(int candidate) {
     return kFp4ScaleOffsets[candidate];
 }
 
-constexpr int kE4m3Max = 0x7E;  // 448
+constexpr int kScaleMax = 0xF7;  // the largest scale code: 240
 
 KVFOLD_HOST_DEVICE inline uint32_t float_bits(float x) {
     uint32_t bits;
@@ -60,29 +62,28 @@ KVFOLD_HOST_DEVICE inline float bits_float(uint32_t bits) {
     return x;
 }
 
-// --- E4M3 scales -----------------------------------------------------------------------------------------------------
+// --- scales (unsigned E5M3) ------------------------------------------------------------------------------------------
 
-KVFOLD_HOST_DEVICE inline float e4m3_decode(uint32_t code) {
-    const float subnormal = float(int(code & 7)) * 0x1p-9f;
-    return code < 8 ? subnormal : bits_float((code << 20) + (120u << 23));
+KVFOLD_HOST_DEVICE inline float scale_decode(uint32_t code) {
+    const float subnormal = float(int(code & 7)) * 0x1p-25f;
+    return code < 8 ? subnormal : bits_float((code << 20) + (104u << 23));
 }
 
-// Nearest code, ties to even, of a non-negative number; 0x7E for everything from 448 up.
-KVFOLD_HOST_DEVICE inline int e4m3_nearest(float x) {
-    if (!(x < 448.0f)) {
-        return kE4m3Max;
+// Nearest code, ties to even, of a non-negative number; kScaleMax for everything from 240 up.
+KVFOLD_HOST_DEVICE inline int scale_nearest(float x) {
+    if (!(x < 240.0f)) {
+        return kScaleMax;
     }
-    if (x < 0x1p-6f) {
-        // Steps of 2^-9. Rounded by hand: a "magic" addition could be fused with the caller's multiplication.
-        const float steps = x * 512.0f;
+    if (x < 0x1p-22f) {
+        // Steps of 2^-25. Rounded by hand: a "magic" addition could be fused with the caller's multiplication.
+        const float steps = x * 0x1p25f;
         const int   whole = int(steps);
         const float rest  = steps - float(whole);
         return whole + (rest > 0.5f || (rest == 0.5f && (whole & 1)));
     }
     const uint32_t bits    = float_bits(x);
     const uint32_t rounded = bits + 0x7FFFFu + ((bits >> 20) & 1u);
-    const int      code    = int(rounded >> 20) - (120 << 3);
-    return code > kE4m3Max ? kE4m3Max : code;
+    return int(rounded >> 20) - (104 << 3);
 }
 
 // --- E2M1 values -----------------------------------------------------------------------------------------------------
@@ -128,14 +129,14 @@ KVFOLD_HOST_DEVICE inline void fp4_encode_16(const float * x, uint8_t * scale, u
         }
         return;
     }
-    const int c0         = e4m3_nearest(amax * (1.0f / 6.0f));
+    const int c0         = scale_nearest(amax * (1.0f / 6.0f));
     int       best_code  = 0;
     float     best_error = 0.0f;
     for (int k = 0; k < kFp4Candidates; ++k) {
         int code = c0 + fp4_scale_offset(k);
-        code     = code < 1 ? 1 : code > kE4m3Max ? kE4m3Max : code;
+        code     = code < 1 ? 1 : code > kScaleMax ? kScaleMax : code;
 
-        const float s = e4m3_decode(uint32_t(code));
+        const float s = scale_decode(uint32_t(code));
         const float r = 1.0f / s;
         float       d[16];
         for (int i = 0; i < 16; ++i) {
@@ -148,7 +149,7 @@ KVFOLD_HOST_DEVICE inline void fp4_encode_16(const float * x, uint8_t * scale, u
             best_error = error;
         }
     }
-    const float r = 1.0f / e4m3_decode(uint32_t(best_code));
+    const float r = 1.0f / scale_decode(uint32_t(best_code));
     *scale        = uint8_t(best_code);
     for (int j = 0; j < 8; ++j) {
         const uint32_t lo = uint32_t(e2m1_index(fabsf(x[j]) * r)) | (float_bits(x[j]) >> 28 & 8u);
@@ -159,7 +160,7 @@ KVFOLD_HOST_DEVICE inline void fp4_encode_16(const float * x, uint8_t * scale, u
 
 // Decodes sub-block `sub` (0..3) of a block: exact products of value and scale.
 KVFOLD_HOST_DEVICE inline void fp4_decode_16(const Fp4Block & block, int sub, float * x) {
-    const float s = e4m3_decode(block.scale[sub]);
+    const float s = scale_decode(block.scale[sub]);
     for (int j = 0; j < 8; ++j) {
         const uint32_t byte = block.quant[8 * sub + j];
         x[j]                = e2m1_decode(byte & 0xF) * s;

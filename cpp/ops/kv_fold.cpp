@@ -1,0 +1,176 @@
+// kv_fold: groups of exact rows become a summary key, FP4 key differences and FP4 values.
+//
+// Work is spread over (planned group, KV head) pairs, which touch disjoint bytes, so the threads never meet.
+//
+// A plan entry without a group (negative index) or without any present member is padding and leaves memory as it is.
+
+#include <algorithm>
+
+#include "format/fp4_codec.h"
+#include "ops/kv_ops.h"
+
+namespace kvfold {
+
+namespace {
+
+constexpr float kF16Max = 65504.0f;
+
+// One KV head of one layer, with everything that addressing needs.
+struct Head {
+    const FoldArgs & a;
+    SideLayout       side;
+    int32_t          index;
+    int32_t          blocks;  // FP4 blocks of one row of one head
+
+    Head(const FoldArgs & args, int32_t h)
+        : a(args), side(side_layout(args.mem.n_head_kv, args.mem.head_dim, args.mem.n_cells / args.mem.group)),
+          index(h), blocks(args.mem.head_dim / kFp4BlockValues) {}
+
+    Fp4Block * far_row(Fp4Block * base, int64_t cell) const { return base + (cell * a.mem.n_head_kv + index) * blocks; }
+    Fp4Block * summary(int64_t group) const { return far_row(reinterpret_cast<Fp4Block *>(a.mem.side), group); }
+    uint8_t *  spread(int64_t group) const {
+        return a.mem.side + side.spread_offset + 2 * (group * a.mem.n_head_kv + index);
+    }
+};
+
+// Buffers of one thread.
+struct Rows {
+    float * k;    // [group][head_dim]
+    float * v;    // [group][head_dim]
+    float * sum;  // [head_dim]
+};
+
+size_t thread_floats(const LayerMemory & mem) {
+    const size_t floats = size_t(2 * mem.group + 1) * size_t(mem.head_dim);
+    return (floats + 15) / 16 * 16;
+}
+
+Rows thread_rows(const FoldArgs & a, const Threads & t) {
+    const size_t member = size_t(a.mem.group) * size_t(a.mem.head_dim);
+    Rows         rows{};
+    rows.k   = static_cast<float *>(t.scratch) + size_t(t.ith) * thread_floats(a.mem);
+    rows.v   = rows.k + member;
+    rows.sum = rows.v + member;
+    return rows;
+}
+
+// Reads the exact (or, for far members, decoded) rows of a planned group. Returns how many members are present.
+int32_t gather(const Head & head, const int32_t * entry, const Rows & rows) {
+    const FoldArgs & a       = head.a;
+    const int32_t    dim     = a.mem.head_dim;
+    const int64_t    group   = entry[0];
+    const int64_t    column  = int64_t(head.index) * dim;
+    const int64_t    row     = int64_t(a.mem.n_head_kv) * dim;
+    int32_t          present = 0;
+    for (int32_t j = 0; j < a.mem.group; ++j) {
+        const int32_t src = entry[1 + j];
+        float *       k   = rows.k + int64_t(j) * dim;
+        float *       v   = rows.v + int64_t(j) * dim;
+        if (src == kSrcHidden) {
+            continue;
+        }
+        ++present;
+        if (src_is_current(src)) {
+            const int64_t r = src_current_row(src);
+            memcpy(k, a.cur.k + r * a.cur.k_stride + column, size_t(dim) * sizeof(float));
+            memcpy(v, a.cur.v + r * a.cur.v_stride + column, size_t(dim) * sizeof(float));
+        } else if (src == kSrcFar) {
+            const int64_t cell = group * a.mem.group + j;
+            fp4_decode_row(head.far_row(a.mem.far_k, cell), k, dim);
+            fp4_decode_row(head.summary(group), rows.sum, dim);
+            for (int32_t d = 0; d < dim; ++d) {
+                k[d] += rows.sum[d];
+            }
+            fp4_decode_row(head.far_row(a.mem.far_v, cell), v, dim);
+        } else {
+            f16_decode_row(a.mem.near_k + src * row + column, k, dim);
+            f16_decode_row(a.mem.near_v + src * row + column, v, dim);
+        }
+    }
+    return present;
+}
+
+void encode_group(const Head & head, const int32_t * entry, const Rows & rows) {
+    const LayerMemory & mem     = head.a.mem;
+    const int32_t       dim     = mem.head_dim;
+    const int64_t       group   = entry[0];
+    const int32_t       present = gather(head, entry, rows);
+    if (present == 0) {
+        return;
+    }
+    const auto absent = [entry](int32_t j) { return entry[1 + j] == kSrcHidden; };
+
+    // the mean, added up in member order
+    float * mean = rows.sum;
+    std::fill_n(mean, dim, 0.0f);
+    for (int32_t j = 0; j < mem.group; ++j) {
+        if (!absent(j)) {
+            const float * k = rows.k + int64_t(j) * dim;
+            for (int32_t d = 0; d < dim; ++d) {
+                mean[d] += k[d];
+            }
+        }
+    }
+    const float inverse = 1.0f / float(present);
+    for (int32_t d = 0; d < dim; ++d) {
+        mean[d] *= inverse;
+    }
+
+    double squares = 0.0;
+    for (int32_t j = 0; j < mem.group; ++j) {
+        if (!absent(j)) {
+            const float * k       = rows.k + int64_t(j) * dim;
+            float         lane[8] = {};
+            for (int32_t d = 0; d < dim; ++d) {
+                lane[d % 8] += (k[d] - mean[d]) * (k[d] - mean[d]);
+            }
+            for (float part : lane) {
+                squares += double(part);
+            }
+        }
+    }
+    const double   variance = squares / (double(present) * double(dim));
+    const uint16_t spread   = f16_encode(std::min(float(variance), kF16Max));
+    memcpy(head.spread(group), &spread, sizeof spread);
+
+    Fp4Block * summary = head.summary(group);
+    fp4_encode_row(mean, summary, dim);
+    float * decoded = rows.sum;
+    fp4_decode_row(summary, decoded, dim);
+
+    for (int32_t j = 0; j < mem.group; ++j) {
+        const int64_t cell  = group * mem.group + j;
+        Fp4Block *    far_k = head.far_row(mem.far_k, cell);
+        Fp4Block *    far_v = head.far_row(mem.far_v, cell);
+        if (absent(j)) {
+            memset(static_cast<void *>(far_k), 0, size_t(head.blocks) * sizeof(Fp4Block));
+            memset(static_cast<void *>(far_v), 0, size_t(head.blocks) * sizeof(Fp4Block));
+            continue;
+        }
+        float * k = rows.k + int64_t(j) * dim;
+        for (int32_t d = 0; d < dim; ++d) {
+            k[d] -= decoded[d];
+        }
+        fp4_encode_row(k, far_k, dim);
+        fp4_encode_row(rows.v + int64_t(j) * dim, far_v, dim);
+    }
+}
+
+}  // namespace
+
+size_t kv_fold_scratch(const FoldArgs & a, int nth) {
+    return thread_floats(a.mem) * size_t(nth) * sizeof(float);
+}
+
+void kv_fold(const FoldArgs & a, const Threads & t) {
+    const int32_t heads = a.mem.n_head_kv;
+    const Rows    mine  = thread_rows(a, t);
+    for (int64_t item = t.ith; item < int64_t(a.n_groups) * heads; item += t.nth) {
+        const int32_t * entry = a.plan + item / heads * (1 + a.mem.group);
+        if (entry[0] >= 0) {
+            encode_group(Head(a, int32_t(item % heads)), entry, mine);
+        }
+    }
+}
+
+}  // namespace kvfold
