@@ -1,8 +1,8 @@
 """Tiny random GGUF models: every head size, head ratio and attention flavour that a kvfold cache has to serve.
 
 Weights are scaled so that attention is neither uniform nor one-hot and logits have a spread of a few units: an error in
-a key or a value then shows in the logits. Two layers, 256 tokens, no tokenizer (token ids go in, logits come out) unless
-a GGUF is given to copy one from.
+a key or a value then shows in the logits. Two to four layers, 256 tokens, no tokenizer (token ids go in, logits come
+out) unless a GGUF is given to copy one from.
 
     python tests/tiny_models.py OUTPUT_FOLDER
 """
@@ -179,7 +179,7 @@ def _gemma(m: _Model) -> None:
 
 
 def _gpt_oss(m: _Model) -> None:
-    """gpt-oss: attention sinks, alternating windows, a mixture of experts (all used, so that rounding cannot reroute a token)."""
+    """gpt-oss: attention sinks, alternating windows, experts (all used: rounding must not reroute a token)."""
     s, experts, n_ff = m.shape, 4, 64
     m.heads()
     m.writer.add_sliding_window(s.extra_int("window", 32))

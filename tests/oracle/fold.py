@@ -8,13 +8,6 @@ from . import fp4
 from .memory import HIDDEN, Current, Layer, read_key, read_value
 
 
-def choose_gain(amax: float) -> float:
-    """Power of two that brings ``amax`` to at most 96; 0 (not chosen) when there is nothing to scale."""
-    if amax == 0:
-        return 0.0
-    return 2.0 ** float(np.clip(np.floor(np.log2(96 / amax)), -24, 24))
-
-
 def fold(layer: Layer, cur: Current, plan: np.ndarray) -> None:
     """Fold the groups of ``plan``, int ``[n_groups, 1 + group]``: group index, then the source of each member.
 
@@ -32,14 +25,6 @@ def fold(layer: Layer, cur: Current, plan: np.ndarray) -> None:
                 values[i, head] = read_value(layer, cur, first + j, int(row[1 + j]), head)
         rows.append((keys, values))
 
-    gain = layer.gain
-    for head in range(layer.n_head_kv):
-        for kind in (0, 1):
-            if gain[kind, head] == 0:
-                amax = max((float(np.abs(r[kind][:, head]).max(initial=0)) for r in rows), default=0.0)
-                gain[kind, head] = choose_gain(amax)
-    used = layer.chosen_gain()
-
     for row, members, (keys, values) in zip(plan, present, rows, strict=True):
         group = int(row[0])
         cells = [group * layer.group + j for j in range(layer.group)]
@@ -49,19 +34,19 @@ def fold(layer: Layer, cur: Current, plan: np.ndarray) -> None:
             continue
         for head in range(layer.n_head_kv):
             mean = mean_in_order(keys[:, head])
-            layer.summaries[group, head] = fp4.encode(mean * used[0, head])
-            summary = fp4.decode(layer.summaries[group, head]) / used[0, head]
+            layer.summaries[group, head] = fp4.encode(mean)
+            summary = fp4.decode(layer.summaries[group, head])
             variance = np.mean((keys[:, head].astype(np.float64) - mean) ** 2)
             with np.errstate(over="ignore"):
                 layer.spread[group, head] = np.float16(variance)
             for i, j in enumerate(members):
-                layer.far_k[cells[j], head] = fp4.encode((keys[i, head] - summary) * used[0, head])
-                layer.far_v[cells[j], head] = fp4.encode(values[i, head] * used[1, head])
+                layer.far_k[cells[j], head] = fp4.encode(keys[i, head] - summary)
+                layer.far_v[cells[j], head] = fp4.encode(values[i, head])
 
 
 def mean_in_order(rows: np.ndarray) -> np.ndarray:
-    """Mean of float32 rows, added one after the other."""
+    """Mean of float32 rows: added one after the other, then multiplied by the rounded reciprocal of their number."""
     total = np.zeros(rows.shape[1], np.float32)
     for row in rows:
         total = total + row
-    return (total / np.float32(len(rows))).astype(np.float32)
+    return total * (np.float32(1) / np.float32(len(rows)))

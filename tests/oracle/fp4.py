@@ -1,7 +1,10 @@
-"""FP4 blocks: E2M1 values with one unsigned E4M3 scale per 16 channels (the byte layout of ggml's ``block_nvfp4``).
+"""FP4 blocks: E2M1 values with one unsigned 8-bit scale per 16 channels (the byte layout of ggml's ``block_nvfp4``).
 
 A block holds 64 channels in 36 bytes: four scale bytes, then 32 bytes of nibbles. Byte ``8 s + j`` of the nibbles holds
 channel ``16 s + j`` (low nibble) and channel ``16 s + j + 8`` (high nibble).
+
+A scale byte has five exponent and three mantissa bits: ``t`` stands for the half-precision number of bits ``t << 7``,
+divided by 256. Exponent 31 is not used, so the largest scale is 240.
 """
 
 from __future__ import annotations
@@ -11,21 +14,23 @@ import numpy as np
 BLOCK_VALUES = 64
 BLOCK_BYTES = 36
 SCALE_GROUP = 16
-MAX_SCALE_CODE = 0x7E  # 448; 0x7F would be a NaN in E4M3 and decodes to zero in ggml
+MAX_SCALE_CODE = 0xF7
+SCALE_OFFSETS = (0, 5, -1, 4, 1, 6, 3, -2)
 
-E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=np.float32)
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=np.float32)
+THRESHOLDS = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5], dtype=np.float32)
 
 
-def _e4m3_table() -> np.ndarray:
+def _scale_table() -> np.ndarray:
     table = np.zeros(256, dtype=np.float32)
-    for code in range(1, MAX_SCALE_CODE + 1):
+    for code in range(MAX_SCALE_CODE + 1):
         exponent, mantissa = code >> 3, code & 7
-        table[code] = mantissa * 2.0**-9 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 7)
+        table[code] = mantissa * 2.0**-25 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 23)
     return table
 
 
-#: Value of each scale byte. Bytes that no encoder may write (0x7F and above) are zero here.
-E4M3 = _e4m3_table()
+#: Value of each scale byte. Bytes that no encoder may write (above 0xF7) are zero here.
+SCALES = _scale_table()
 
 
 def unpack(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -46,8 +51,67 @@ def decode(data: np.ndarray) -> np.ndarray:
     """Decode bytes ``[..., 36 n]`` to float32 ``[..., 64 n]``. Exact: every product fits a float32."""
     data = np.asarray(data, dtype=np.uint8)
     scales, codes = unpack(data.reshape(*data.shape[:-1], -1, BLOCK_BYTES))
-    values = E2M1[codes] * E4M3[scales][..., None]
+    values = E2M1[codes] * SCALES[scales][..., None]
     return values.reshape(*data.shape[:-1], -1)
+
+
+def encode(x: np.ndarray) -> np.ndarray:
+    """Encode float32 ``[..., 64 n]`` to bytes ``[..., 36 n]``, by the rule of ``cpp/format/fp4_codec.h``.
+
+    Per 16 channels eight scales around ``amax / 6`` are tried and the one of least squared error is kept, the first of
+    equals. The error is summed in float32 in a fixed order, so that the choice is the same on every machine.
+    """
+    x = np.ascontiguousarray(x, dtype=np.float32)
+    groups = x.reshape(-1, SCALE_GROUP)
+    magnitude = np.abs(groups)
+    amax = magnitude.max(axis=1)
+    nearest = nearest_scale_code(amax * (np.float32(1) / np.float32(6)))
+    errors, indices, codes = [], [], []
+    with np.errstate(over="ignore"):
+        for offset in SCALE_OFFSETS:
+            code = np.clip(nearest + offset, 1, MAX_SCALE_CODE)
+            scale = SCALES[code][:, None]
+            scaled = magnitude * (np.float32(1) / scale)
+            index = np.sum(scaled[..., None] > THRESHOLDS, axis=-1)
+            d = magnitude - E2M1[index] * scale
+            a = fused_multiply_add(d[:, 8:], d[:, 8:], d[:, :8] * d[:, :8])
+            b = a[:, :4] + a[:, 4:]
+            errors.append((b[:, 0] + b[:, 2]) + (b[:, 1] + b[:, 3]))
+            indices.append(index)
+            codes.append(code)
+    best = np.argmin(np.array(errors), axis=0)
+    rows = np.arange(len(groups))
+    scale_bytes = np.where(amax == 0, 0, np.array(codes)[best, rows])
+    nibbles = np.array(indices)[best, rows] | (np.signbit(groups).astype(np.int64) << 3)
+    nibbles = np.where(amax[:, None] == 0, 0, nibbles)
+    blocks = pack(scale_bytes.reshape(-1, 4), nibbles.reshape(-1, 4, SCALE_GROUP))
+    return blocks.reshape(*x.shape[:-1], -1)
+
+
+def nearest_scale_code(t: np.ndarray) -> np.ndarray:
+    """The code whose value is nearest to ``t``, ties to the even code."""
+    table = SCALES[: MAX_SCALE_CODE + 1].astype(np.float64)
+    t = np.minimum(np.asarray(t, np.float64), table[-1])
+    above = np.clip(np.searchsorted(table, t), 1, MAX_SCALE_CODE)
+    below = above - 1
+    to_above, to_below = table[above] - t, t - table[below]
+    tie = np.where(above % 2 == 0, above, below)
+    return np.where(to_above < to_below, above, np.where(to_above > to_below, below, tie))
+
+
+def fused_multiply_add(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    """``a * b + c`` of float32 arrays with one rounding.
+
+    The product is exact in float64; the sum is rounded to odd there, which makes the second rounding harmless.
+    """
+    product, addend = a.astype(np.float64) * b.astype(np.float64), c.astype(np.float64)
+    total = product + addend
+    with np.errstate(invalid="ignore"):
+        back = total - product
+        error = (product - (total - back)) + (addend - back)
+        even = (total.view(np.int64) & 1) == 0
+        odd = np.nextafter(total, np.where(error > 0, np.inf, -np.inf))
+    return np.where(np.isfinite(total) & (error != 0) & even, odd, total).astype(np.float32)
 
 
 def nearest_code(x: np.ndarray) -> np.ndarray:
@@ -62,17 +126,17 @@ def best_possible_error(x: np.ndarray) -> np.ndarray:
     groups = np.asarray(x, dtype=np.float64).reshape(*x.shape[:-1], -1, SCALE_GROUP)
     best = np.sum(groups**2, axis=-1)
     for code in range(1, MAX_SCALE_CODE + 1):
-        scale = float(E4M3[code])
+        scale = float(SCALES[code])
         rounded = E2M1[nearest_code(groups / scale)].astype(np.float64) * scale
         best = np.minimum(best, np.sum((groups - rounded) ** 2, axis=-1))
     return best
 
 
 def amax_encode_error(x: np.ndarray) -> np.ndarray:
-    """Squared error of the plain format, whose scale is the E4M3 value nearest to ``amax / 6``, per 16 channels."""
+    """Squared error of the plain format, whose scale is the scale nearest to ``amax / 6``, per 16 channels."""
     groups = np.asarray(x, dtype=np.float64).reshape(*x.shape[:-1], -1, SCALE_GROUP)
     wanted = np.max(np.abs(groups), axis=-1) / 6
-    table = E4M3[: MAX_SCALE_CODE + 1].astype(np.float64)
+    table = SCALES[: MAX_SCALE_CODE + 1].astype(np.float64)
     scale = table[np.argmin(np.abs(wanted[..., None] - table), axis=-1)][..., None]
     rounded = np.where(scale > 0, E2M1[nearest_code(groups / np.where(scale > 0, scale, 1))] * scale, 0)
     return np.sum((groups - rounded) ** 2, axis=-1)

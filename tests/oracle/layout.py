@@ -1,4 +1,4 @@
-"""Byte layout of a layer's *side* memory: summaries, spreads and gains."""
+"""Byte layout of a layer's *side* memory: summaries, spreads and the epoch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class SideLayout:
 
     summaries  FP4 blocks ``[n_groups][n_head_kv][head_dim / 64]``
     spread     f16 ``[n_groups][n_head_kv]``
-    gain       f32 ``[2][n_head_kv]``, keys then values, aligned to 4 bytes
+    epoch      i32, aligned to 4 bytes
     """
 
     n_head_kv: int
@@ -31,13 +31,13 @@ class SideLayout:
         return self.summary_row_bytes * self.n_groups
 
     @property
-    def gain_offset(self) -> int:
+    def epoch_offset(self) -> int:
         end = self.spread_offset + 2 * self.n_groups * self.n_head_kv
         return -(-end // 4) * 4
 
     @property
     def bytes(self) -> int:
-        return self.gain_offset + 2 * 4 * self.n_head_kv
+        return self.epoch_offset + 4
 
     def summaries(self, side: np.ndarray) -> np.ndarray:
         """View of the summary bytes, ``uint8 [n_groups, n_head_kv, 36 * head_dim / 64]``."""
@@ -48,7 +48,3 @@ class SideLayout:
         """View of the spreads, ``float16 [n_groups, n_head_kv]``."""
         view = side[self.spread_offset : self.spread_offset + 2 * self.n_groups * self.n_head_kv]
         return view.view(np.float16).reshape(self.n_groups, self.n_head_kv)
-
-    def gain(self, side: np.ndarray) -> np.ndarray:
-        """View of the gains, ``float32 [2, n_head_kv]``; 0 means not yet chosen."""
-        return side[self.gain_offset : self.bytes].view(np.float32).reshape(2, self.n_head_kv)

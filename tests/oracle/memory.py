@@ -39,10 +39,10 @@ class Layer:
 
     @classmethod
     def empty(cls, n_head_kv: int, head_dim: int, group: int, n_cells: int, n_near: int, fill: int = 0) -> Layer:
-        """A layer whose rows hold the byte ``fill`` (0xFF makes NaN of every near row); gains are unset."""
+        """A layer whose rows hold the byte ``fill`` (0xFF makes NaN of every near row)."""
         row = fp4.BLOCK_BYTES * head_dim // fp4.BLOCK_VALUES
         layout = SideLayout(n_head_kv, head_dim, n_cells // group)
-        layer = cls(
+        return cls(
             n_head_kv,
             head_dim,
             group,
@@ -52,8 +52,6 @@ class Layer:
             np.full((n_near, n_head_kv, head_dim, 2), fill, np.uint8).view(np.float16)[..., 0],
             np.full((n_near, n_head_kv, head_dim, 2), fill, np.uint8).view(np.float16)[..., 0],
         )
-        layer.gain[...] = 0
-        return layer
 
     @property
     def layout(self) -> SideLayout:
@@ -67,25 +65,17 @@ class Layer:
     def spread(self) -> np.ndarray:
         return self.layout.spread(self.side)
 
-    @property
-    def gain(self) -> np.ndarray:
-        return self.layout.gain(self.side)
-
     def copy(self) -> Layer:
         arrays = (self.far_k, self.far_v, self.side, self.near_k, self.near_v)
         return Layer(self.n_head_kv, self.head_dim, self.group, *(a.copy() for a in arrays))
 
-    def chosen_gain(self) -> np.ndarray:
-        """Gains with 1 where none has been chosen yet, float32 ``[2, n_head_kv]``."""
-        return np.where(self.gain == 0, np.float32(1), self.gain)
-
     def far_key(self, cell: int, head: int) -> np.ndarray:
         """Decoded key of a far cell: summary plus difference, float32 ``[head_dim]``."""
         summary = fp4.decode(self.summaries[cell // self.group, head])
-        return (summary + fp4.decode(self.far_k[cell, head])) / self.chosen_gain()[0, head]
+        return summary + fp4.decode(self.far_k[cell, head])
 
     def far_value(self, cell: int, head: int) -> np.ndarray:
-        return fp4.decode(self.far_v[cell, head]) / self.chosen_gain()[1, head]
+        return fp4.decode(self.far_v[cell, head])
 
 
 @dataclass
