@@ -14,7 +14,6 @@ import argparse
 import hashlib
 import json
 import re
-import shutil
 import subprocess
 import sys
 import tarfile
@@ -22,7 +21,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from apply_patches import (  # noqa: E402  (the path above must come first)
+from apply_patches import (
     STAMP,
     PatchError,
     patched_files,
@@ -35,6 +34,7 @@ from apply_patches import (  # noqa: E402  (the path above must come first)
 HERE = Path(__file__).resolve().parent
 PIN_FILE = HERE / "llama-source.txt"
 PATCH_DIR = HERE.parent / "ggml_patches"
+BY_HAND = '"edited by hand"\n'  # the stamp of a tree made by `dev`
 
 # What a build of the libraries and the server never reads.
 _SKIPPED_TOP = {
@@ -131,8 +131,10 @@ def fetch_sdist(download_dir: Path, pin_file: Path = PIN_FILE) -> Path:
     ]  # fmt: skip
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode != 0 or not target.exists():
-        lines = [line.strip() for line in (result.stderr or result.stdout).splitlines() if line.strip()]
-        reason = next((line for line in reversed(lines) if "ERROR" in line.upper()), lines[-1] if lines else "no output")
+        lines = [line.strip() for line in (result.stderr or result.stdout).splitlines() if line.strip()] or [
+            "no output"
+        ]
+        reason = next((line for line in reversed(lines) if "ERROR" in line.upper()), lines[-1])
         raise SourceError(
             f"fetching llama-cpp-python=={version} with pip failed ({reason}); without a network, fetch its source "
             "distribution elsewhere and pass -DKVFOLD_LLAMA_CPP_DIR=<llama_cpp_python-*.tar.gz or llama.cpp tree>"
@@ -163,7 +165,8 @@ def make_tree(source: Sdist | LocalTree, out: Path, patch_dir: Path = PATCH_DIR)
             state = read_state if isinstance(read_state, dict) else {}
         except ValueError:
             state = {}
-    if isinstance(source, Sdist) and (state.get("source"), state.get("patches")) == (source.id, patches_hash(patch_dir)):
+    wanted_state = (source.id, patches_hash(patch_dir))
+    if isinstance(source, Sdist) and (state.get("source"), state.get("patches")) == wanted_state:
         return []
     patches = read_patches(patch_dir)
     targets = {f.path for f in patches}
@@ -209,13 +212,13 @@ def main() -> int:
     try:
         if args.command == "dev" and args.out.exists() and any(args.out.iterdir()):
             raise SourceError(f"'{args.out}' exists and is not empty: edits there would be lost")
-        if args.command == "prepare" and args.out.exists() and (args.out / STAMP).exists():
-            if "edited by hand" in (args.out / STAMP).read_text(encoding="utf-8"):
-                shutil.rmtree(args.out)
+        stamp = args.out / STAMP
+        if args.command == "prepare" and stamp.exists() and stamp.read_text(encoding="utf-8") == BY_HAND:
+            raise SourceError(f"'{args.out}' is edited by hand: pass -DKVFOLD_LLAMA_CPP_DIR={args.out} to use it")
         for line in make_tree(open_source(args.source, args.download), args.out, args.patches):
             print(line)
         if args.command == "dev":
-            (args.out / STAMP).write_text('"edited by hand"\n', encoding="utf-8")
+            stamp.write_text(BY_HAND, encoding="utf-8")
     except (SourceError, PatchError, OSError, tarfile.TarError) as error:
         print(error, file=sys.stderr)
         return 1
