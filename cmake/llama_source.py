@@ -134,7 +134,7 @@ def fetch_sdist(download_dir: Path, pin_file: Path = PIN_FILE) -> Path:
         lines = [line.strip() for line in (result.stderr or result.stdout).splitlines() if line.strip()] or [
             "no output"
         ]
-        reason = next((line for line in reversed(lines) if "ERROR" in line.upper()), lines[-1])
+        reason = next((line for line in reversed(lines) if "ERROR" in line.upper()), (lines or ["no output"])[-1])
         raise SourceError(
             f"fetching llama-cpp-python=={version} with pip failed ({reason}); without a network, fetch its source "
             "distribution elsewhere and pass -DKVFOLD_LLAMA_CPP_DIR=<llama_cpp_python-*.tar.gz or llama.cpp tree>"
