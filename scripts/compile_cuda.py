@@ -2,7 +2,7 @@
 
     compile_cuda.py [--nvcc NVCC] [--arch 75 80 86 89 90 120]
 
-Needs nvcc but no GPU. Uses the patched llama.cpp tree of an earlier build for its headers (the newest build/*/llama.cpp).
+Needs nvcc but no GPU. Headers come from the patched llama.cpp tree of an earlier build (the newest below build/).
 Exit status 1 when a file does not compile; architectures that this nvcc does not know are named and skipped.
 """
 
@@ -41,22 +41,23 @@ def main() -> int:
     includes = ["cpp", "cpp/include"]
     flags = [f"-I{ROOT / path}" for path in includes]
     flags += [f"-I{llama / path}" for path in ("ggml/include", "ggml/src", "ggml/src/ggml-cuda")]
+    names = " ".join(arch for arch in args.arch if arch in known)
+    options = [
+        "-c",
+        "-O3",
+        "-std=c++17",
+        "-use_fast_math",
+        "-extended-lambda",
+        "-t",
+        "2",
+        "-Xcompiler=-Wall,-Wextra,-fPIC",
+    ]
     failed = 0
     with tempfile.TemporaryDirectory() as scratch:
         for source in sorted((ROOT / "cpp" / "ops").glob("*.cu")):
-            command = [args.nvcc, "-c", "-O3", "-std=c++17", "-use_fast_math", "-extended-lambda", "-t", "2"]
-            command += [
-                "-Xcompiler=-Wall,-Wextra,-fPIC",
-                *codes,
-                *flags,
-                str(source),
-                "-o",
-                f"{scratch}/{source.stem}.o",
-            ]
+            command = [args.nvcc, *options, *codes, *flags, str(source), "-o", f"{scratch}/{source.stem}.o"]
             ok = subprocess.run(command, check=False).returncode == 0
-            print(
-                f"{'compiled' if ok else 'FAILED  '} {source.name} for {' '.join(a for a in args.arch if a in known)}"
-            )
+            print(f"{'compiled' if ok else 'FAILED  '} {source.name} for {names}")
             failed += not ok
     return 1 if failed else 0
 
