@@ -19,6 +19,19 @@ import tiny_models  # noqa: E402
 
 
 @pytest.fixture(scope="session")
+def core():
+    """The compiled module, with kvfold's llama.cpp libraries loaded.
+
+    A missing runtime is an error. Set KVFOLD_TEST_NO_RUNTIME=1 to run only what needs none (the oracle's own tests).
+    """
+    if os.environ.get("KVFOLD_TEST_NO_RUNTIME"):
+        pytest.skip("KVFOLD_TEST_NO_RUNTIME is set")
+    from kvfold import _runtime
+
+    return _runtime.load()
+
+
+@pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder that tiny models are written to, once a session."""
     return tmp_path_factory.mktemp("tiny")

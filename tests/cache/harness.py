@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-try:
-    import kvfold  # points llama_cpp at kvfold's libraries, so it has to come first
-    from kvfold import _core
-except ImportError:  # the harness itself can be tried on an unpatched runtime
-    kvfold = None
+if os.environ.get("KVFOLD_TEST_UPSTREAM"):  # the harness itself can be tried on an unpatched runtime
     _core = None
+else:
+    from kvfold import _runtime
+
+    _core = _runtime.load()  # llama_cpp has to find kvfold's libraries, so this comes first
+
 import llama_cpp as lc
 
 #: ggml_type of each upstream cache type
@@ -225,7 +227,7 @@ class Context:
 
     def stats(self) -> dict[str, Any]:
         """What kvfold reports about this context's cache."""
-        return dict(_core.stats(ctypes.cast(self.handle, ctypes.c_void_p).value))
+        return dict(_core.context_stats(ctypes.cast(self.handle, ctypes.c_void_p).value))
 
     def close(self) -> None:
         if self.handle:
@@ -246,7 +248,7 @@ def config_scope(kv_type: str, settings: Mapping[str, Any]) -> Iterator[None]:
     if kv_type in UPSTREAM:
         yield
         return
-    _core.scope_push({"type": kv_type, **settings})
+    _core.scope_push({"kv_type": kv_type, **settings})
     try:
         yield
     finally:

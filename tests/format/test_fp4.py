@@ -4,8 +4,6 @@ import numpy as np
 import pytest
 from oracle import fp4
 
-_core = pytest.importorskip("kvfold._core")
-
 
 def gaussian(rng: np.random.Generator, n: int) -> np.ndarray:
     return rng.standard_normal((n, 128))
@@ -42,13 +40,14 @@ def mostly_zero(rng: np.random.Generator, n: int) -> np.ndarray:
 KINDS = [gaussian, heavy_tailed, outlier_channels, every_magnitude, mixed_magnitudes, few_values, mostly_zero]
 
 
-def encode(x: np.ndarray) -> np.ndarray:
-    return np.asarray(_core.fp4_encode(np.ascontiguousarray(x, np.float32)))
+@pytest.fixture(scope="module")
+def encode(core):
+    return lambda x: np.asarray(core.fp4_encode(np.ascontiguousarray(x, np.float32)))
 
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("kind", KINDS, ids=lambda f: f.__name__)
-def test_encode_equals_oracle(kind, seed: int) -> None:
+def test_encode_equals_oracle(encode, kind, seed: int) -> None:
     x = kind(np.random.default_rng(seed), 400).astype(np.float32)
     got, expected = encode(x), fp4.encode(x)
     wrong = np.flatnonzero((got != expected).any(axis=-1))
@@ -56,14 +55,14 @@ def test_encode_equals_oracle(kind, seed: int) -> None:
 
 
 @pytest.mark.parametrize("width", [64, 128, 192, 256, 1024])
-def test_encode_of_any_width(width: int) -> None:
+def test_encode_of_any_width(encode, width: int) -> None:
     x = np.random.default_rng(width).standard_normal((7, width)).astype(np.float32)
     got = encode(x)
     assert got.shape == (7, width // 64 * 36)
     assert np.array_equal(got, fp4.encode(x))
 
 
-def test_special_rows() -> None:
+def test_special_rows(encode) -> None:
     """Zeros of both signs, denormals, one value, ties of the scale itself, the largest and beyond."""
     rows = np.zeros((10, 64), np.float32)
     rows[1] = -0.0
@@ -80,38 +79,38 @@ def test_special_rows() -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_decode_equals_oracle(seed: int) -> None:
+def test_decode_equals_oracle(core, seed: int) -> None:
     """Every byte pattern that an encoder may write, negative zeros included."""
     rng = np.random.default_rng(seed)
     blocks = rng.integers(0, 256, (500, 2, fp4.BLOCK_BYTES), dtype=np.uint8)
     blocks[..., :4] = rng.integers(0, fp4.MAX_SCALE_CODE + 1, (500, 2, 4), dtype=np.uint8)
     data = blocks.reshape(500, -1)
-    got = np.asarray(_core.fp4_decode(data))
+    got = np.asarray(core.fp4_decode(data))
     assert got.dtype == np.float32 and got.shape == (500, 128)
     assert np.array_equal(got.view(np.uint32), fp4.decode(data).view(np.uint32))
 
 
 @pytest.mark.parametrize("kind", [gaussian, heavy_tailed, outlier_channels], ids=lambda f: f.__name__)
-def test_error_is_below_the_plain_format(kind) -> None:
+def test_error_is_below_the_plain_format(core, encode, kind) -> None:
     """The scale search takes a tenth or more off the squared error of the usual ``amax / 6`` scale, and is never worse."""
     x = kind(np.random.default_rng(11), 500).astype(np.float32)
-    error = fp4.squared_error(x, np.asarray(_core.fp4_decode(encode(x))))
+    error = fp4.squared_error(x, np.asarray(core.fp4_decode(encode(x))))
     plain = fp4.amax_encode_error(x)
     assert (error <= plain * (1 + 1e-5)).all()
     assert error.sum() <= plain.sum() * 0.9
 
 
 @pytest.mark.parametrize("kind", KINDS[:3], ids=lambda f: f.__name__)
-def test_encoding_is_idempotent_in_value(kind) -> None:
+def test_encoding_is_idempotent_in_value(core, encode, kind) -> None:
     """A decoded row is represented exactly, so folding a row again costs nothing."""
     x = kind(np.random.default_rng(12), 300).astype(np.float32)
-    once = np.asarray(_core.fp4_decode(encode(x)))
-    twice = np.asarray(_core.fp4_decode(encode(once)))
+    once = np.asarray(core.fp4_decode(encode(x)))
+    twice = np.asarray(core.fp4_decode(encode(once)))
     assert fp4.squared_error(once, twice).max() <= 1e-6 * fp4.squared_error(once, np.zeros_like(once)).max()
 
 
-def test_wrong_shapes_are_refused() -> None:
+def test_wrong_shapes_are_refused(core) -> None:
     with pytest.raises(ValueError, match="64"):
-        _core.fp4_encode(np.zeros((2, 80), np.float32))
+        core.fp4_encode(np.zeros((2, 80), np.float32))
     with pytest.raises(ValueError, match="36"):
-        _core.fp4_decode(np.zeros((2, 35), np.uint8))
+        core.fp4_decode(np.zeros((2, 35), np.uint8))

@@ -32,21 +32,19 @@ def attend(
         return out
     mask64 = np.zeros((n_q, n_kv)) if mask is None else np.asarray(mask[:n_q, :n_kv], np.float64)
     mask64 = mask64[:, visible]
-    for head in range(n_head):
-        kv_head = head // (n_head // layer.n_head_kv)
+    for kv_head in range(layer.n_head_kv):
         keys = np.array([read_key(layer, cur, c, int(cell_src[c]), kv_head) for c in visible], np.float64)
         values = np.array([read_value(layer, cur, c, int(cell_src[c]), kv_head) for c in visible], np.float64)
-        scores = scale * (q[:, head].astype(np.float64) @ keys.T)
-        if softcap:
-            scores = softcap * np.tanh(scores / softcap)
-        scores = scores + mask64
-        sees = np.isfinite(scores).any(axis=1)
-        top = np.where(sees, scores.max(axis=1), 0.0)
-        if sinks is not None:
-            top = np.maximum(top, float(sinks[head]))
-        weights = np.exp(scores - top[:, None])
-        total = weights.sum(axis=1)
-        if sinks is not None:
-            total = total + np.exp(float(sinks[head]) - top)
-        out[sees, head] = (weights[sees] @ values) / total[sees, None]
+        ratio = n_head // layer.n_head_kv
+        for head in range(kv_head * ratio, (kv_head + 1) * ratio):
+            scores = scale * (q[:, head].astype(np.float64) @ keys.T)
+            if softcap:
+                scores = softcap * np.tanh(scores / softcap)
+            scores = scores + mask64
+            sees = np.isfinite(scores).any(axis=1)
+            sink = -np.inf if sinks is None else float(sinks[head])
+            top = np.maximum(np.where(sees, scores.max(axis=1), 0.0), sink)
+            weights = np.exp(scores - top[:, None])
+            total = weights.sum(axis=1) + np.exp(sink - top)
+            out[sees, head] = (weights[sees] @ values) / total[sees, None]
     return out
