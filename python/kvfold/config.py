@@ -1,0 +1,297 @@
+"""Settings of the key/value cache: what is known, what is possible, and one clear error for everything else."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import json
+import operator
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+_toml = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
+
+#: Group sizes each folding type accepts (tokens per group); the first is the default.
+GROUPS: dict[str, tuple[int, ...]] = {
+    "fp4": (32, 2, 4, 8, 16),
+    "fp4_csa2": (4, 2, 8, 16),
+}
+
+#: Types that upstream implements, by name, with their ``ggml_type`` number.
+UPSTREAM_TYPES: dict[str, int] = {
+    "f32": 0,
+    "f16": 1,
+    "bf16": 30,
+    "q8_0": 8,
+    "q4_0": 2,
+    "q4_1": 3,
+    "iq4_nl": 20,
+    "q5_0": 6,
+    "q5_1": 7,
+}
+
+#: Upstream types whose value cache only works with flash attention.
+QUANTIZED_TYPES = frozenset(UPSTREAM_TYPES) - {"f32", "f16", "bf16"}
+
+#: The storage type (``GGML_TYPE_NVFP4``) of folded rows: what a folding cache asks llama.cpp for.
+FOLDED_GGML_TYPE = 40
+
+#: Cache types of sliding-window layers: never below 8 bits.
+SWA_TYPES = ("f16", "q8_0")
+
+#: Names that belong to the design but that this version cannot honour.
+LATER_TYPES = ("fp4_csa2_ced",)
+LATER_SETTINGS = (
+    "kv_lookup",
+    "kv_threshold",
+    "kv_min_context",
+    "kv_layers",
+    "kv_keep",
+    "kv_score",
+    "kv_calibration",
+    "kv_tier",
+    "kv_scale_group",
+)
+
+#: ``llama_cpp.Llama`` arguments that start with ``kv_`` and are none of ours.
+FOREIGN_SETTINGS = frozenset({"kv_overrides"})
+
+DEFAULT_TAIL = 128
+DEFAULT_SINKS = 4
+DEFAULT_SWA_TYPE = "f16"
+
+# The C side keeps these as 32-bit signed numbers.
+_INT_LIMIT = 2**31 - 1
+
+
+def is_folding(kv_type: str) -> bool:
+    """Whether ``kv_type`` is one of kvfold's own types (as opposed to one that upstream implements)."""
+    return kv_type in GROUPS
+
+
+def kv_type_names() -> list[str]:
+    """All kv types this version accepts, kvfold's own first."""
+    return [*GROUPS, *UPSTREAM_TYPES]
+
+
+def _suggest(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f"; did you mean {close[0]!r}" if close else ""
+
+
+def _choices(values: Iterable[object]) -> str:
+    return ", ".join(str(v) for v in values)
+
+
+def _whole_number(setting: str, value: object, minimum: int, *, what: str) -> int:
+    """``value`` as an ``int`` of at least ``minimum``; booleans and fractions are refused."""
+    if not isinstance(value, bool):
+        try:
+            number = operator.index(value)  # type: ignore[arg-type]
+        except TypeError:
+            pass
+        else:
+            if minimum <= number <= _INT_LIMIT:
+                return number
+    raise ValueError(f"{setting}={value!r}: must be a whole number of {what}, {minimum} or more")
+
+
+def check_kv_type(value: object) -> str:
+    """``value`` as a kv type name.
+
+    Raises:
+        ValueError: not a string, unknown (with the closest known name), or not available in this version.
+    """
+    names = kv_type_names()
+    if not isinstance(value, str):
+        raise ValueError(f"kv_type={value!r}: must be a name, one of {_choices(names)}")
+    if value in LATER_TYPES:
+        raise ValueError(f"kv_type={value!r} is not available in this version; possible: {_choices(names)}")
+    if value not in names:
+        raise ValueError(f"kv_type={value!r} is unknown{_suggest(value.lower(), names)}; possible: {_choices(names)}")
+    return value
+
+
+@dataclass(frozen=True)
+class KvConfig:
+    """Settings of one key/value cache, checked on construction.
+
+    ``None`` means "the default of this kv_type". With a kvfold type every field holds a value afterwards; with
+    an upstream type (``f16``, ``q8_0``, ...) the other fields stay ``None``, because they mean nothing there.
+
+    Attributes:
+        kv_type: ``fp4``, ``fp4_csa2``, or an upstream type.
+        group: tokens per group, the unit that is folded (``kv_group``).
+        tail: most recent tokens kept exact, at least 1 (``kv_tail``).
+        sinks: first tokens of a sequence kept exact, 0 or more (``kv_sinks``).
+        swa_type: type of sliding-window layers, ``f16`` or ``q8_0`` (``kv_swa_type``).
+
+    Raises:
+        ValueError: a value that is impossible; the message names the setting, the value and what is possible.
+    """
+
+    kv_type: str = "f16"
+    group: int | None = None
+    tail: int | None = None
+    sinks: int | None = None
+    swa_type: str | None = None
+
+    def __post_init__(self) -> None:
+        kv_type = check_kv_type(self.kv_type)
+        if not is_folding(kv_type):
+            self._refuse_idle_settings()
+            return
+        groups = GROUPS[kv_type]
+        group = groups[0] if self.group is None else self.group
+        if isinstance(group, bool) or group not in groups:
+            raise ValueError(f"kv_group={group!r}: {kv_type} takes {_choices(sorted(groups))}")
+        tail = DEFAULT_TAIL if self.tail is None else self.tail
+        sinks = DEFAULT_SINKS if self.sinks is None else self.sinks
+        swa_type = DEFAULT_SWA_TYPE if self.swa_type is None else self.swa_type
+        if swa_type not in SWA_TYPES:
+            raise ValueError(
+                f"kv_swa_type={swa_type!r}: sliding-window layers take {_choices(SWA_TYPES)} (at least 8 bits)"
+            )
+        self._set("group", operator.index(group))
+        self._set("tail", _whole_number("kv_tail", tail, 1, what="tokens"))
+        self._set("sinks", _whole_number("kv_sinks", sinks, 0, what="tokens"))
+        self._set("swa_type", swa_type)
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
+
+    def _refuse_idle_settings(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name != "kv_type" and value is not None:
+                raise ValueError(
+                    f"{_SETTING_OF_FIELD[field.name]}={value!r} has no effect with kv_type={self.kv_type!r}; "
+                    f"it needs one of {_choices(GROUPS)}"
+                )
+
+    @property
+    def folds(self) -> bool:
+        """Whether this is one of kvfold's own types."""
+        return is_folding(self.kv_type)
+
+    @property
+    def ggml_type(self) -> int:
+        """The ``ggml_type`` number to ask llama.cpp for, for keys and values alike."""
+        return FOLDED_GGML_TYPE if self.folds else UPSTREAM_TYPES[self.kv_type]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The settings under their public names (``kv_type``, ``kv_group``, ...), without those that do not apply."""
+        named = {_SETTING_OF_FIELD[f.name]: getattr(self, f.name) for f in fields(self)}
+        return {name: value for name, value in named.items() if value is not None}
+
+    @classmethod
+    def from_kwargs(cls, **settings: Any) -> KvConfig:
+        """Build from ``kv_*`` keyword arguments; ``None`` means default.
+
+        Raises:
+            ValueError: an unknown or not yet available name, or an impossible value.
+        """
+        values: dict[str, Any] = {}
+        for name, value in settings.items():
+            check_setting_name(name)
+            if value is not None:
+                values[_FIELD_OF_SETTING[name]] = value
+        return cls(**values)
+
+    @classmethod
+    def from_mapping(cls, mapping: Mapping[str, Any]) -> KvConfig:
+        """Build from a mapping. Names may leave the ``kv_`` prefix out; one table named ``kv`` is looked into.
+
+        Raises:
+            ValueError: as ``from_kwargs``, and when a name is given twice or the table holds other things besides.
+        """
+        if set(mapping) == {"kv"} and isinstance(mapping["kv"], Mapping):
+            mapping = mapping["kv"]
+        settings: dict[str, Any] = {}
+        for key, value in mapping.items():
+            if not isinstance(key, str):
+                raise ValueError(f"kv setting {key!r}: names must be strings")
+            name = key if key.startswith("kv_") else f"kv_{key}"
+            if name in settings:
+                raise ValueError(f"{name} is given twice, as {key!r} and with the other spelling")
+            settings[name] = value
+        return cls.from_kwargs(**settings)
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> KvConfig:
+        """Build from a TOML (``.toml``) or JSON (``.json``) file, see ``from_mapping`` for the names.
+
+        Raises:
+            ValueError: the file is missing, of another kind, malformed, or holds a bad setting.
+        """
+        path = Path(path)
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"kv settings file {str(path)!r} cannot be read: {error}") from None
+        try:
+            if path.suffix.lower() == ".toml":
+                data: object = _toml.loads(text)
+            elif path.suffix.lower() == ".json":
+                data = json.loads(text)
+            else:
+                raise ValueError("its name must end in .toml or .json")
+            if not isinstance(data, Mapping):
+                raise ValueError(f"a table of settings is expected, not {type(data).__name__}")
+            return cls.from_mapping(data)
+        except ValueError as error:
+            # The decode errors of both formats are ValueErrors too.
+            raise ValueError(f"kv settings file {str(path)!r}: {error}") from None
+
+    @classmethod
+    def coerce(cls, kv: KvConfig | Mapping[str, Any] | str | Path) -> KvConfig:
+        """A ``KvConfig`` from what ``Llama(kv=...)`` takes: a config, a mapping, or the path of a file."""
+        if isinstance(kv, KvConfig):
+            return kv
+        if isinstance(kv, Mapping):
+            return cls.from_mapping(kv)
+        if isinstance(kv, (str, Path)):
+            return cls.from_file(kv)
+        raise ValueError(f"kv={kv!r}: must be a KvConfig, a mapping, or the path of a TOML or JSON file")
+
+    def merged(self, **settings: Any) -> KvConfig:
+        """This config with some ``kv_*`` settings replaced.
+
+        A change of ``kv_type`` drops a group size that was only the old type's default.
+        """
+        base = self.to_dict()
+        for name, value in settings.items():
+            check_setting_name(name)
+            if value is not None:
+                base[name] = value
+        retyped = self.folds and base["kv_type"] != self.kv_type
+        if retyped and settings.get("kv_group") is None and self.group == GROUPS[self.kv_type][0]:
+            del base["kv_group"]
+        return type(self).from_kwargs(**base)
+
+
+_FIELD_OF_SETTING = {
+    "kv_type": "kv_type",
+    "kv_group": "group",
+    "kv_tail": "tail",
+    "kv_sinks": "sinks",
+    "kv_swa_type": "swa_type",
+}
+_SETTING_OF_FIELD = {field: setting for setting, field in _FIELD_OF_SETTING.items()}
+
+
+def check_setting_name(name: str) -> None:
+    """Accept the name of a setting this version honours.
+
+    Raises:
+        ValueError: not available in this version, or unknown (with the closest known name).
+    """
+    if name in _FIELD_OF_SETTING:
+        return
+    known = _choices(_FIELD_OF_SETTING)
+    if name in LATER_SETTINGS:
+        raise ValueError(f"{name} is not available in this version; possible settings: {known}")
+    raise ValueError(f"{name} is not a kv setting{_suggest(name, _FIELD_OF_SETTING)}; possible settings: {known}")

@@ -1,0 +1,99 @@
+"""``llm.kv``: what the cache of a context really allocates and what happened in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+_MIB = 1024 * 1024
+
+
+class KvStats:
+    """Live view of one context's key/value cache; every attribute is read from the runtime when it is asked for.
+
+    Sizes are in bytes and count everything: rows, scales, summaries, near tier, sliding-window layers, maps.
+    """
+
+    def __init__(self, read: Callable[[], Mapping[str, Any]]) -> None:
+        self._read = read
+
+    def _get(self, key: str) -> Any:
+        return self._read()[key]
+
+    @property
+    def kv_type(self) -> str:
+        """The kv type in use."""
+        return str(self._get("kv_type"))
+
+    @property
+    def bytes(self) -> int:
+        """Allocated cache size."""
+        return int(self._get("bytes"))
+
+    @property
+    def f16_bytes(self) -> int:
+        """What an f16 cache of the same context would take."""
+        return int(self._get("f16_bytes"))
+
+    @property
+    def ratio(self) -> float:
+        """``bytes / f16_bytes``."""
+        values = self._read()
+        f16 = int(values["f16_bytes"])
+        return int(values["bytes"]) / f16 if f16 else 1.0
+
+    @property
+    def near_bytes(self) -> int:
+        """Size of the near tier, which holds exact rows."""
+        return int(self._get("near_bytes"))
+
+    @property
+    def backend(self) -> str:
+        """Where attention over the cache runs."""
+        return str(self._get("backend"))
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in the cache, all sequences together."""
+        return int(self._get("tokens"))
+
+    @property
+    def folded_tokens(self) -> int:
+        """Tokens whose exact copy has been released."""
+        return int(self._get("folded_tokens"))
+
+    @property
+    def evicted_tokens(self) -> int:
+        """Tokens dropped for good; 0, because no kv type of this version drops any."""
+        return int(self._read().get("evicted_tokens", 0))
+
+    @property
+    def lookup_share(self) -> float:
+        """Share of the folded rows that decoding reads; 1.0, because attention of this version reads all of them."""
+        return float(self._read().get("lookup_share", 1.0))
+
+    @property
+    def dense_fallbacks(self) -> int:
+        """Decodes that had to read everything although a sparse look-up was asked for."""
+        return int(self._read().get("dense_fallbacks", 0))
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of the above, and the runtime's further counters, at one moment."""
+        values = dict(self._read())
+        f16 = int(values["f16_bytes"])
+        values["ratio"] = int(values["bytes"]) / f16 if f16 else 1.0
+        values.setdefault("evicted_tokens", 0)
+        values.setdefault("lookup_share", 1.0)
+        values.setdefault("dense_fallbacks", 0)
+        return values
+
+    def __str__(self) -> str:
+        v = self.to_dict()
+        return (
+            f"kv {v['kv_type']}: {v['bytes'] / _MIB:.1f} MiB, f16 would be {v['f16_bytes'] / _MIB:.1f} "
+            f"({100 * v['ratio']:.1f} %); near {v['near_bytes'] / _MIB:.1f} MiB; attention on {v['backend']}; "
+            f"{v['tokens']} tokens, {v['folded_tokens']} folded"
+        )
+
+    def __repr__(self) -> str:
+        return f"<KvStats {self}>"
