@@ -1,0 +1,467 @@
+// Checks and times the CPU operations of a kvfold cache without a model.
+//
+//     cpu_attend check              random small layers against a plain double-precision reference; exit 1 on a mismatch
+//     cpu_attend time [threads]     attention and folding at the shapes of real models
+//
+// Built by hand or by CMake (KVFOLD_BENCH):
+//     g++ -O3 -march=native -std=c++17 -Icpp bench/cpu_attend.cpp cpp/format/fp4_codec.cpp cpp/ops/kv_*.cpp -lpthread
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <condition_variable>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <limits>
+#include <memory>
+#include <mutex>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "format/fp4_codec.h"
+#include "ops/kv_ops.h"
+
+using namespace kvfold;
+
+namespace {
+
+// --- threads ---------------------------------------------------------------------------------------------------------
+
+class Barrier {
+  public:
+    explicit Barrier(int n) : n_(n) {}
+    void wait() {
+        std::unique_lock<std::mutex> lock(mutex_);
+        const int                    round = round_;
+        if (++arrived_ == n_) {
+            arrived_ = 0;
+            ++round_;
+            changed_.notify_all();
+        } else {
+            changed_.wait(lock, [&] { return round != round_; });
+        }
+    }
+
+  private:
+    std::mutex              mutex_;
+    std::condition_variable changed_;
+    int                     n_;
+    int                     arrived_ = 0;
+    int                     round_   = 0;
+};
+
+void wait_at(void * barrier) { static_cast<Barrier *>(barrier)->wait(); }
+
+struct AlignedFree {
+    void operator()(void * p) const { std::free(p); }
+};
+using Scratch = std::unique_ptr<void, AlignedFree>;
+
+Scratch scratch_memory(size_t bytes) {
+    const size_t rounded = (bytes + 64) / 64 * 64;
+    Scratch      p(std::aligned_alloc(64, rounded));
+    std::memset(p.get(), 0xFF, rounded);  // NaNs: nothing may depend on what is there
+    return p;
+}
+
+// Runs `op` `repeats` times on `nth` threads; returns seconds per run.
+double run(int nth, size_t scratch_bytes, int repeats, const std::function<void(const Threads &)> & op) {
+    const Scratch scratch = scratch_memory(scratch_bytes);
+    Barrier       barrier(nth);
+    const auto    body = [&](int ith) {
+        for (int i = 0; i < repeats; ++i) {
+            op(Threads{ith, nth, wait_at, &barrier, scratch.get(), scratch_bytes});
+            barrier.wait();
+        }
+    };
+    const auto               start = std::chrono::steady_clock::now();
+    std::vector<std::thread> threads;
+    for (int i = 1; i < nth; ++i) {
+        threads.emplace_back(body, i);
+    }
+    body(0);
+    for (auto & thread : threads) {
+        thread.join();
+    }
+    return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count() / repeats;
+}
+
+// --- a layer ---------------------------------------------------------------------------------------------------------
+
+struct Dims {
+    int32_t n_head, n_head_kv, head_dim, group;
+};
+
+struct Layer {
+    Dims                  dims;
+    std::vector<Fp4Block> far_k, far_v;
+    std::vector<uint8_t>  side;
+    std::vector<uint16_t> near_k, near_v;
+    LayerMemory           mem;
+
+    Layer(Dims d, int32_t n_cells, int32_t n_near) : dims(d) {
+        const size_t blocks = size_t(d.n_head_kv) * size_t(d.head_dim / 64);
+        const size_t row    = size_t(d.n_head_kv) * size_t(d.head_dim);
+        // Poison: bytes 0xFF are NaN in f16 and a huge scale in FP4.
+        far_k.resize(size_t(n_cells) * blocks);
+        far_v.resize(size_t(n_cells) * blocks);
+        std::memset(static_cast<void *>(far_k.data()), 0xFF, far_k.size() * sizeof(Fp4Block));
+        std::memset(static_cast<void *>(far_v.data()), 0xFF, far_v.size() * sizeof(Fp4Block));
+        side.assign(side_layout(d.n_head_kv, d.head_dim, n_cells / d.group).bytes, 0xFF);
+        near_k.assign(size_t(n_near) * row, 0xFFFF);
+        near_v.assign(size_t(n_near) * row, 0xFFFF);
+        mem = {d.n_head_kv,  d.head_dim,   d.group,     n_cells,       n_near,
+               far_k.data(), far_v.data(), side.data(), near_k.data(), near_v.data()};
+    }
+};
+
+std::vector<float> normal(std::mt19937 & rng, size_t n, float scale) {
+    std::normal_distribution<float> distribution(0.0f, scale);
+    std::vector<float>              x(n);
+    for (float & value : x) {
+        value = distribution(rng);
+    }
+    return x;
+}
+
+void decode_blocks(const Fp4Block * blocks, int32_t n, double * x) {
+    for (int32_t d = 0; d < n; d += 16) {
+        float sixteen[16];
+        fp4_decode_16(blocks[d / 64], d / 16 % 4, sixteen);
+        std::copy(sixteen, sixteen + 16, x + d);
+    }
+}
+
+// Key and value of a cell for one KV head, by definition.
+void reference_row(const AttendArgs & a, int32_t cell, int32_t head, std::vector<double> & k, std::vector<double> & v) {
+    const LayerMemory & m      = a.mem;
+    const int32_t       dim    = m.head_dim;
+    const int64_t       blocks = dim / 64;
+    const int32_t       src    = a.cell_src[cell];
+    k.resize(size_t(dim));
+    v.resize(size_t(dim));
+    if (src == kSrcFar) {
+        std::vector<double> s(static_cast<size_t>(dim));
+        const auto *        sums = reinterpret_cast<const Fp4Block *>(m.side);
+        decode_blocks(sums + (int64_t(cell / m.group) * m.n_head_kv + head) * blocks, dim, s.data());
+        decode_blocks(m.far_k + (int64_t(cell) * m.n_head_kv + head) * blocks, dim, k.data());
+        decode_blocks(m.far_v + (int64_t(cell) * m.n_head_kv + head) * blocks, dim, v.data());
+        for (int32_t d = 0; d < dim; ++d) {
+            k[size_t(d)] += s[size_t(d)];
+        }
+    } else {
+        for (int32_t d = 0; d < dim; ++d) {
+            if (src_is_current(src)) {
+                const int64_t r = src_current_row(src);
+                k[size_t(d)]    = double(a.cur.k[r * a.cur.k_stride + head * dim + d]);
+                v[size_t(d)]    = double(a.cur.v[r * a.cur.v_stride + head * dim + d]);
+            } else {
+                const int64_t at = (int64_t(src) * m.n_head_kv + head) * dim + d;
+                k[size_t(d)]     = double(f16_decode(m.near_k[at]));
+                v[size_t(d)]     = double(f16_decode(m.near_v[at]));
+            }
+        }
+    }
+}
+
+// Largest deviation of a result row from the definition, relative to the largest value of the row's inputs.
+double deviation(const AttendArgs & a, int32_t query, int32_t head) {
+    const int32_t        dim     = a.mem.head_dim;
+    const int32_t        kv_head = head / (a.n_head / a.mem.n_head_kv);
+    const float *        q       = a.q + query * a.q_stride_query + head * a.q_stride_head;
+    std::vector<double>  k, v, result(static_cast<size_t>(dim), 0.0), logits;
+    std::vector<int32_t> cells;
+    for (int32_t cell = 0; cell < a.n_kv; ++cell) {
+        const float bias = a.mask ? f16_decode(a.mask[query * a.mask_stride + cell]) : 0.0f;
+        if (a.cell_src[cell] == kSrcHidden || bias == -std::numeric_limits<float>::infinity()) {
+            continue;
+        }
+        reference_row(a, cell, kv_head, k, v);
+        double dot = 0.0;
+        for (int32_t d = 0; d < dim; ++d) {
+            dot += double(q[d]) * k[size_t(d)];
+        }
+        dot *= double(a.scale);
+        if (a.softcap != 0.0f) {
+            dot = double(a.softcap) * std::tanh(dot / double(a.softcap));
+        }
+        logits.push_back(dot + double(bias));
+        cells.push_back(cell);
+    }
+    double top = a.sinks ? double(a.sinks[head]) : -1e300;
+    for (double x : logits) {
+        top = std::max(top, x);
+    }
+    double sum = a.sinks ? std::exp(double(a.sinks[head]) - top) : 0.0;
+    double big = 1e-30;
+    for (size_t i = 0; i < cells.size(); ++i) {
+        const double p = std::exp(logits[i] - top);
+        sum += p;
+        reference_row(a, cells[i], kv_head, k, v);
+        for (int32_t d = 0; d < dim; ++d) {
+            result[size_t(d)] += p * v[size_t(d)];
+            big = std::max(big, std::fabs(v[size_t(d)]));
+        }
+    }
+    double        worst = 0.0;
+    const float * out   = a.out + (int64_t(query) * a.n_head + head) * dim;
+    for (int32_t d = 0; d < dim; ++d) {
+        const double expected = cells.empty() ? 0.0 : result[size_t(d)] / sum;
+        const double error    = std::fabs(double(out[d]) - expected);
+        worst                 = std::isfinite(double(out[d])) ? std::max(worst, error / big) : 1e9;
+    }
+    return worst;
+}
+
+// --- checks ----------------------------------------------------------------------------------------------------------
+
+// f32 sums of a few thousand terms of order one, and an exponential good to 2e-7.
+constexpr double kTolerance = 2e-5;
+
+// A layer in which far, near, current and hidden cells are mixed at random, and several sequences share the mask.
+bool check_attend(std::mt19937 & rng, Dims d, int32_t n_kv, int32_t n_q, int variant) {
+    const auto    below   = [&rng](int32_t n) { return int32_t(rng() % uint32_t(n)); };
+    const int32_t n_cells = (n_kv + d.group - 1) / d.group * d.group;
+    const int32_t n_near  = 40;
+    const size_t  row     = size_t(d.n_head_kv) * size_t(d.head_dim);
+    Layer         layer(d, n_cells, n_near);
+
+    const std::vector<float> all_k = normal(rng, size_t(n_cells) * row, 1.0f);
+    const std::vector<float> all_v = normal(rng, size_t(n_cells) * row, 1.0f);
+    std::vector<float>       cur_k = normal(rng, size_t(n_q) * (row + 8), 1.0f);
+    std::vector<float>       cur_v = normal(rng, size_t(n_q) * (row + 16), 1.0f);
+    const CurrentRows        cur{cur_k.data(), cur_v.data(), int64_t(row + 8), int64_t(row + 16), n_q};
+
+    // sources; near rows 0 .. n_near-2 hold something, the last is poison that only hidden cells could point to
+    std::vector<int32_t> src(static_cast<size_t>(n_kv));
+    for (int32_t c = 0; c < n_kv; ++c) {
+        const int32_t kind = variant == 1 ? 0 : below(8);
+        src[size_t(c)]     = kind < 5    ? kSrcFar
+                             : kind == 5 ? below(n_near - 1)
+                             : kind == 6 ? src_current(below(n_q))
+                                         : kSrcHidden;
+    }
+    for (int32_t i = 0; i < (n_near - 1) * int32_t(row); ++i) {
+        layer.near_k[size_t(i)] = f16_encode(all_k[size_t(i) % all_k.size()] * 0.7f);
+        layer.near_v[size_t(i)] = f16_encode(all_v[size_t(i) % all_v.size()] * 1.3f);
+    }
+
+    // fold the far members of every group, hidden and other members are absent: their bytes are zero, then poisoned again
+    std::vector<int32_t> plan;
+    for (int32_t g = 0; g < n_cells / d.group; ++g) {
+        plan.push_back(g);
+        for (int32_t j = 0; j < d.group; ++j) {
+            const int32_t cell = g * d.group + j;
+            const bool    far  = cell < n_kv && src[size_t(cell)] == kSrcFar;
+            plan.push_back(far ? src_current(cell) : kSrcHidden);
+        }
+    }
+    const CurrentRows source{all_k.data(), all_v.data(), int64_t(row), int64_t(row), n_cells};
+    const FoldArgs    fold{layer.mem, source, plan.data(), n_cells / d.group};
+    run(2, kv_fold_scratch(fold, 2), 1, [&](const Threads & t) { kv_fold(fold, t); });
+    for (int32_t c = 0; c < n_cells; ++c) {
+        if (c >= n_kv || src[size_t(c)] != kSrcFar) {
+            const size_t bytes = size_t(d.head_dim / 64 * d.n_head_kv) * sizeof(Fp4Block);
+            std::memset(static_cast<void *>(layer.far_k.data() + size_t(c) * bytes / sizeof(Fp4Block)), 0xFF, bytes);
+        }
+    }
+
+    // masks: none, causal, or random with whole stretches hidden, a query that sees nothing and some finite additions
+    const int64_t         mask_stride = n_kv + 24;
+    std::vector<uint16_t> mask(size_t(n_q) * size_t(mask_stride), 0xFC00);
+    for (int32_t i = 0; i < n_q; ++i) {
+        for (int32_t c = 0; c < n_kv; ++c) {
+            bool seen = true;
+            if (variant == 2) {
+                seen = c <= n_kv - n_q + i;
+            } else if (variant == 3) {
+                seen = (c / 50 + i / 7) % 3 != 0 && !(n_q > 2 && i == n_q / 2);
+            }
+            if (seen) {
+                mask[size_t(i * mask_stride + c)] = variant == 3 && c % 11 == 0 ? f16_encode(-1.5f) : uint16_t(0);
+            }
+        }
+    }
+
+    // q: [head][query][head_dim], as ggml hands it over
+    const std::vector<float> q     = normal(rng, size_t(d.n_head) * size_t(n_q) * size_t(d.head_dim), 1.5f);
+    const std::vector<float> sinks = normal(rng, size_t(d.n_head), 2.0f);
+    std::vector<float>       out(q.size(), std::nanf(""));
+
+    AttendArgs a{};
+    a.mem            = layer.mem;
+    a.cur            = cur;
+    a.cell_src       = src.data();
+    a.n_kv           = n_kv;
+    a.q              = q.data();
+    a.q_stride_query = d.head_dim;
+    a.q_stride_head  = int64_t(n_q) * d.head_dim;
+    a.n_q            = n_q;
+    a.n_head         = d.n_head;
+    a.mask           = variant == 0 ? nullptr : mask.data();
+    a.mask_stride    = mask_stride;
+    a.sinks          = variant == 3 ? sinks.data() : nullptr;
+    a.scale          = 1.0f / std::sqrt(float(d.head_dim));
+    a.softcap        = variant == 2 ? 20.0f : 0.0f;
+    a.out            = out.data();
+
+    std::vector<float> first;
+    double             worst = 0.0;
+    for (const int nth : {1, 2, 3}) {
+        run(nth, kv_attend_scratch(a, nth), 1, [&](const Threads & t) { kv_attend(a, t); });
+        if (first.empty()) {
+            first = out;
+            for (int32_t i = 0; i < n_q; i += std::max(1, n_q / 9)) {
+                for (int32_t h = 0; h < d.n_head; ++h) {
+                    worst = std::max(worst, deviation(a, i, h));
+                }
+            }
+        } else if (std::memcmp(first.data(), out.data(), out.size() * sizeof(float)) != 0) {
+            std::printf("  result depends on the number of threads (%d)\n", nth);
+            worst = 1e9;
+        }
+    }
+    const bool good = worst < kTolerance;
+    std::printf("%s heads %d/%d x %d group %d n_kv %d n_q %d variant %d: %.1e\n", good ? "ok  " : "FAIL", d.n_head,
+                d.n_head_kv, d.head_dim, d.group, n_kv, n_q, variant, worst);
+    return good;
+}
+
+bool check_all() {
+    std::mt19937 rng(7);
+    bool         good   = true;
+    const Dims   dims[] = {{9, 3, 64, 4},  {4, 4, 64, 32},  {16, 1, 64, 2},
+                           {8, 2, 128, 8}, {4, 1, 256, 16}, {7, 7, 128, 4}};
+    for (const Dims & d : dims) {
+        for (int variant = 0; variant < 4; ++variant) {
+            for (const int32_t n_q : {1, 2, 5, 13, 67}) {
+                for (const int32_t n_kv : {1, 63, 200, 1337}) {
+                    if (n_kv >= n_q) {
+                        good = check_attend(rng, d, n_kv, n_q, variant) && good;
+                    }
+                }
+            }
+        }
+        good = check_attend(rng, d, 2000, 515, 2) && good;
+    }
+    std::printf(good ? "all checks passed\n" : "CHECKS FAILED\n");
+    return good;
+}
+
+// --- times -----------------------------------------------------------------------------------------------------------
+
+// Sinks and the recent window near, the micro-batch current, the rest far; causal mask.
+void time_attend(std::mt19937 & rng, const char * name, Dims d, int32_t n_past, int32_t n_q, int nth) {
+    const int32_t n_kv   = (n_past + n_q + 255) / 256 * 256;
+    const int32_t tail   = 128;
+    const size_t  row    = size_t(d.n_head_kv) * size_t(d.head_dim);
+    const size_t  blocks = row / 64;
+    Layer         layer(d, n_kv, tail + 8);
+    const auto    sample = normal(rng, row, 1.0f);
+    const auto    cur    = normal(rng, size_t(n_q) * row, 1.0f);
+    for (int32_t c = 0; c < n_kv; ++c) {
+        fp4_encode_row(sample.data(), layer.far_k.data() + size_t(c) * blocks, int64_t(row));
+        fp4_encode_row(sample.data(), layer.far_v.data() + size_t(c) * blocks, int64_t(row));
+    }
+    for (int32_t g = 0; g < n_kv / d.group; ++g) {
+        fp4_encode_row(sample.data(), reinterpret_cast<Fp4Block *>(layer.side.data()) + size_t(g) * blocks,
+                       int64_t(row));
+    }
+    std::fill(layer.near_k.begin(), layer.near_k.end(), f16_encode(0.5f));
+    std::fill(layer.near_v.begin(), layer.near_v.end(), f16_encode(0.5f));
+
+    std::vector<int32_t>  src(static_cast<size_t>(n_kv), kSrcHidden);
+    std::vector<uint16_t> mask(size_t(n_q) * size_t(n_kv), 0xFC00);
+    for (int32_t c = 0; c < n_past + n_q; ++c) {
+        src[size_t(c)] = c >= n_past ? src_current(c - n_past) : c < 4 || c >= n_past - tail ? c % (tail + 8) : kSrcFar;
+        for (int32_t i = 0; i < n_q; ++i) {
+            if (c <= n_past + i) {
+                mask[size_t(i) * size_t(n_kv) + size_t(c)] = 0;
+            }
+        }
+    }
+    const auto         q = normal(rng, size_t(d.n_head) * size_t(n_q) * size_t(d.head_dim), 1.0f);
+    std::vector<float> out(q.size());
+    AttendArgs         a{};
+    a.mem            = layer.mem;
+    a.cur            = {cur.data(), cur.data(), int64_t(row), int64_t(row), n_q};
+    a.cell_src       = src.data();
+    a.n_kv           = n_kv;
+    a.q              = q.data();
+    a.q_stride_query = d.head_dim;
+    a.q_stride_head  = int64_t(n_q) * d.head_dim;
+    a.n_q            = n_q;
+    a.n_head         = d.n_head;
+    a.mask           = mask.data();
+    a.mask_stride    = n_kv;
+    a.scale          = 1.0f / std::sqrt(float(d.head_dim));
+    a.out            = out.data();
+
+    const double estimate = run(nth, kv_attend_scratch(a, nth), 1, [&](const Threads & t) { kv_attend(a, t); });
+    const int    repeats  = std::clamp(int(0.3 / estimate), 1, 300);
+    double       best     = 1e9;
+    for (int i = 0; i < 3; ++i) {
+        best =
+            std::min(best, run(nth, kv_attend_scratch(a, nth), repeats, [&](const Threads & t) { kv_attend(a, t); }));
+    }
+    const double bytes = double(n_past) * double(row) / 64 * 36 * (2 + 1.0 / d.group);
+    const double flops = 4.0 * double(d.n_head) * d.head_dim * n_q * (n_past + 0.5 * n_q);
+    std::printf("%-10s %2d/%d x %d group %d past %5d n_q %3d: %9.1f us a layer, %6.2f GB/s, %6.1f Gflop/s\n", name,
+                d.n_head, d.n_head_kv, d.head_dim, d.group, n_past, n_q, best * 1e6, bytes / best * 1e-9,
+                flops / best * 1e-9);
+}
+
+void time_fold(std::mt19937 & rng, Dims d, int32_t tokens, int nth) {
+    const size_t         row = size_t(d.n_head_kv) * size_t(d.head_dim);
+    Layer                layer(d, tokens, 1);
+    const auto           cur = normal(rng, size_t(tokens) * row, 1.0f);
+    std::vector<int32_t> plan;
+    for (int32_t c = 0; c < tokens; ++c) {
+        if (c % d.group == 0) {
+            plan.push_back(c / d.group);
+        }
+        plan.push_back(src_current(c));
+    }
+    const FoldArgs a{
+        layer.mem, {cur.data(), cur.data(), int64_t(row), int64_t(row), tokens}, plan.data(), tokens / d.group};
+    const double seconds = run(nth, kv_fold_scratch(a, nth), 20, [&](const Threads & t) { kv_fold(a, t); });
+    std::printf("%-10s    %d x %d group %d: %.2f us a token and layer\n", "fold", d.n_head_kv, d.head_dim, d.group,
+                seconds * 1e6 / tokens);
+}
+
+void time_all(int nth) {
+    std::mt19937 rng(3);
+    const Dims   small{9, 3, 64, 4};    // SmolLM2-135M
+    const Dims   large{32, 8, 128, 4};  // 8B class
+    for (const int32_t past : {1024, 8192}) {
+        time_attend(rng, "decode", small, past, 1, nth);
+        time_attend(rng, "decode", large, past, 1, nth);
+    }
+    time_attend(rng, "batch", small, 8192, 4, nth);
+    time_attend(rng, "batch", small, 8192, 16, nth);
+    time_attend(rng, "prefill", small, 0, 512, nth);
+    time_attend(rng, "prefill", small, 8192, 512, nth);
+    time_attend(rng, "prefill", large, 8192, 128, nth);
+    time_attend(rng, "prefill", Dims{4, 1, 256, 4}, 8192, 128, nth);
+    time_fold(rng, small, 512, nth);
+    time_fold(rng, large, 512, nth);
+}
+
+}  // namespace
+
+int main(int argc, char ** argv) {
+    const std::string command = argc > 1 ? argv[1] : "";
+    if (command == "check") {
+        return check_all() ? 0 : 1;
+    }
+    if (command == "time") {
+        time_all(argc > 2 ? std::max(1, std::atoi(argv[2])) : int(std::thread::hardware_concurrency()));
+        return 0;
+    }
+    std::fprintf(stderr, "usage: cpu_attend check | time [threads]\n");
+    return 1;
+}

@@ -1,0 +1,559 @@
+// kv_attend: softmax attention over near, current and far rows (dense form).
+//
+// The work is cut into tasks (KV head) x (block of queries) x (range of cells). A task walks its cells in tiles of 64:
+// it decodes the tile's keys and values once into f32 and uses them for all its rows, a row being one query of one
+// query head. Scores and P*V are small matrix products with a register-blocked kernel; softmax is the usual online one.
+// With few queries the cells are split over several tasks, whose partial results are merged after a barrier. How work
+// is cut does not depend on which thread takes which task, so results do not either.
+//
+// Cells that no query of the block sees (hidden, or -inf for all of them) are not read; their columns are zero and their
+// scores -inf.
+
+#include <algorithm>
+#include <atomic>
+#include <limits>
+
+#include "ops/kv_ops.h"
+#include "ops/simd.h"
+
+namespace kvfold {
+
+namespace {
+
+constexpr int32_t kTile        = 64;  // cells
+constexpr int32_t kPanel       = 16;  // columns that are stored together, one cache line
+constexpr int32_t kMinSplit    = 8;   // tiles; shorter ranges of cells are not worth a task
+constexpr int32_t kTargetTasks = 64;  // split cells until there are about so many tasks
+constexpr size_t  kLine        = 64;  // bytes
+
+constexpr float    kInfinity    = std::numeric_limits<float>::infinity();
+constexpr uint16_t kF16MinusInf = 0xFC00;
+
+int32_t divide_up(int32_t a, int32_t b) { return (a + b - 1) / b; }
+
+// How the work is cut.
+struct Shape {
+    int32_t gqa;       // query heads a KV head
+    int32_t block;     // queries a block
+    int32_t n_blocks;  // blocks of queries
+    int32_t n_splits;  // ranges of cells
+    int32_t split;     // tiles a range
+    int32_t n_tasks;   // n_head_kv * n_blocks * n_splits
+    size_t  rows;      // rows of a task (upper bound)
+    size_t  thread_bytes;
+    size_t  partial_floats;  // one row's partial result: head_dim values, maximum, sum
+    size_t  partial_offset;  // into scratch
+
+    Shape(const AttendArgs & a, int nth) {
+        const int32_t dim   = a.mem.head_dim;
+        const int32_t tiles = divide_up(a.n_kv, kTile);
+        // queries and results of a block stay in the second-level cache
+        const int32_t most_rows = dim <= 64 ? 192 : dim <= 128 ? 144 : 96;
+        gqa                     = a.n_head / a.mem.n_head_kv;
+        block                   = std::max(1, std::min(a.n_q, most_rows / gqa));
+        n_blocks                = divide_up(a.n_q, block);
+        const int32_t units     = std::max(1, n_blocks * a.mem.n_head_kv);
+        const int32_t wanted    = divide_up(std::max(kTargetTasks, 2 * nth), units);
+        n_splits                = std::max(1, std::min(wanted, tiles / kMinSplit));
+        split                   = divide_up(tiles, n_splits);
+        n_splits                = std::max(1, divide_up(tiles, std::max(1, split)));
+        n_tasks                 = n_blocks * a.mem.n_head_kv * n_splits;
+        rows                    = size_t(block) * size_t(gqa);
+
+        const size_t tile_floats = 2 * size_t(kTile) * size_t(dim);
+        const size_t row_floats  = 2 * size_t(dim) + kTile + 3;
+        thread_bytes   = align((tile_floats + rows * row_floats + 8 * size_t(dim) + size_t(dim)) * sizeof(float));
+        partial_floats = size_t(dim) + 2;
+        partial_offset = kLine + size_t(nth) * thread_bytes;
+        bytes          = partial_offset;
+        if (n_splits > 1) {
+            bytes += size_t(n_splits) * size_t(a.n_q) * size_t(a.n_head) * partial_floats * sizeof(float);
+        }
+    }
+
+    size_t bytes;
+
+    static size_t align(size_t n) { return (n + kLine - 1) / kLine * kLine; }
+};
+
+// --- matrix products -------------------------------------------------------------------------------------------------
+
+// Vectors of a result row that one kernel call works on, by number of rows: as many sums as fit the registers.
+constexpr int kernel_vectors(int rows) {
+    constexpr int most = kTile / kLanes;
+    const int     want = kLanes == 16 ? 4 : rows == 1 ? 8 : rows <= 3 ? 4 : 2;
+    return want < most ? want : most;
+}
+
+// c[i][:] = (first ? 0 : c[i][:] * rescale[i]) + sum over k of a[i][k] * b[k][:] for ROWS rows and VECTORS vectors.
+// `b` is stored in panels of kPanel columns: panel p, row k at b + p * panel_stride + k * kPanel.
+template <int ROWS, int VECTORS>
+void kernel(const float * a, int64_t a_stride, const float * b, int64_t panel_stride, int32_t depth, float * c,
+            int64_t c_stride, const float * rescale) {
+    constexpr int per_panel = kPanel / kLanes;
+    VFloat        sum[ROWS][VECTORS];
+    for (int i = 0; i < ROWS; ++i) {
+        for (int j = 0; j < VECTORS; ++j) {
+            sum[i][j] = rescale ? v_load(c + i * c_stride + j * kLanes) * v_set(rescale[i]) : VFloat{};
+        }
+    }
+    for (int32_t k = 0; k < depth; ++k) {
+        VFloat column[VECTORS];
+        for (int j = 0; j < VECTORS; ++j) {
+            column[j] = v_load(b + (j / per_panel) * panel_stride + k * kPanel + (j % per_panel) * kLanes);
+        }
+        for (int i = 0; i < ROWS; ++i) {
+            const VFloat x = v_set(a[i * a_stride + k]);
+            for (int j = 0; j < VECTORS; ++j) {
+                sum[i][j] = v_fma(x, column[j], sum[i][j]);
+            }
+        }
+    }
+    for (int i = 0; i < ROWS; ++i) {
+        for (int j = 0; j < VECTORS; ++j) {
+            v_store(c + i * c_stride + j * kLanes, sum[i][j]);
+        }
+    }
+}
+
+template <int ROWS>
+void product_rows(const float * a, int64_t a_stride, const float * b, int32_t depth, float * c, int32_t columns,
+                  const float * rescale) {
+    constexpr int vectors      = kernel_vectors(ROWS);
+    constexpr int width        = vectors * kLanes;
+    const int64_t panel_stride = int64_t(depth) * kPanel;
+    for (int32_t x = 0; x < columns; x += width) {
+        kernel<ROWS, vectors>(a, a_stride, b + x / kPanel * panel_stride + x % kPanel, panel_stride, depth, c + x,
+                              columns, rescale);
+    }
+}
+
+constexpr int kStrip = 6;  // rows a kernel call
+
+// Up to kStrip rows; `c` has `columns` contiguous columns. `rescale` null: c is overwritten.
+void product(int32_t rows, const float * a, int64_t a_stride, const float * b, int32_t depth, float * c,
+             int32_t columns, const float * rescale) {
+    switch (rows) {
+    case 1:
+        return product_rows<1>(a, a_stride, b, depth, c, columns, rescale);
+    case 2:
+        return product_rows<2>(a, a_stride, b, depth, c, columns, rescale);
+    case 3:
+        return product_rows<3>(a, a_stride, b, depth, c, columns, rescale);
+    case 4:
+        return product_rows<4>(a, a_stride, b, depth, c, columns, rescale);
+    case 5:
+        return product_rows<5>(a, a_stride, b, depth, c, columns, rescale);
+    default:
+        return product_rows<6>(a, a_stride, b, depth, c, columns, rescale);
+    }
+}
+
+// --- tiles -----------------------------------------------------------------------------------------------------------
+
+// One task and the memory it works in.
+struct Task {
+    const AttendArgs & a;
+    const Shape &      shape;
+    int32_t            head;  // KV head
+    int32_t            first_query;
+    int32_t            n_queries;
+    int32_t            first_tile;
+    int32_t            last_tile;  // one past
+
+    float * keys;     // panels of 16 cells: [64/16][head_dim][16]
+    float * values;   // panels of 16 channels: [head_dim/16][64][16]
+    float * q;        // [rows][head_dim], scaled; row = query * gqa + head of the KV head
+    float * out;      // [rows][head_dim], not yet divided by `sum`
+    float * score;    // [rows][64]
+    float * maximum;  // [rows]
+    float * sum;      // [rows]
+    float * rescale;  // [rows] what the results so far are multiplied with when the maximum moves
+    float * eight;    // [8][head_dim] rows on their way to be transposed
+    float * summary;  // [head_dim]
+
+    int32_t n_rows() const { return n_queries * shape.gqa; }
+};
+
+// What the queries of a task see of a tile.
+struct View {
+    bool     any;            // something
+    bool     all;            // everything, without additions: no mask needed
+    uint16_t seen[kTile];    // per cell, non-zero: some query sees it
+    float    hidden[kTile];  // added to scores: 0, or -inf for cells that are not to be read
+};
+
+View look(const Task & t, int32_t tile) {
+    const AttendArgs & a     = t.a;
+    const int32_t      first = tile * kTile;
+    const int32_t      width = std::min(kTile, a.n_kv - first);
+    View               view{};
+    uint16_t           bits[kTile] = {};  // or of all mask entries
+    if (a.mask == nullptr) {
+        std::fill_n(view.seen, width, uint16_t(1));
+    } else if (width == kTile) {
+        for (int32_t i = 0; i < t.n_queries; ++i) {
+            const uint16_t * mask = a.mask + (t.first_query + i) * a.mask_stride + first;
+            for (int32_t c = 0; c < kTile; ++c) {
+                view.seen[c] = uint16_t(view.seen[c] | (mask[c] ^ kF16MinusInf));
+                bits[c]      = uint16_t(bits[c] | mask[c]);
+            }
+        }
+    } else {
+        for (int32_t i = 0; i < t.n_queries; ++i) {
+            const uint16_t * mask = a.mask + (t.first_query + i) * a.mask_stride + first;
+            for (int32_t c = 0; c < width; ++c) {
+                view.seen[c] = uint16_t(view.seen[c] | (mask[c] ^ kF16MinusInf));
+                bits[c]      = uint16_t(bits[c] | mask[c]);
+            }
+        }
+    }
+    view.all = width == kTile;
+    for (int32_t c = 0; c < kTile; ++c) {
+        if (c >= width || a.cell_src[first + c] == kSrcHidden) {
+            view.seen[c] = 0;
+        }
+        const bool seen = view.seen[c] != 0;
+        view.any        = view.any || seen;
+        view.all        = view.all && seen && bits[c] == 0;
+        view.hidden[c]  = seen ? 0.0f : -kInfinity;
+    }
+    return view;
+}
+
+// Decodes the visible cells of a tile into `keys` and `values`.
+template <int DIM>
+void load_tile(const Task & t, const View & view, int32_t tile) {
+    const AttendArgs &  a        = t.a;
+    const LayerMemory & mem      = a.mem;
+    constexpr int64_t   blocks   = DIM / kFp4BlockValues;
+    const int64_t       heads    = mem.n_head_kv;
+    const int64_t       near_row = heads * DIM;
+    const auto *        sums     = reinterpret_cast<const Fp4Block *>(mem.side);
+    int64_t             group    = -1;  // whose summary is decoded
+    constexpr int64_t   v_panel  = kTile * kPanel;
+
+    for (int32_t c0 = 0; c0 < kTile; c0 += 8) {
+        for (int32_t j = 0; j < 8; ++j) {
+            const int32_t c     = c0 + j;
+            float *       key   = t.eight + j * DIM;
+            float *       value = t.values + c * kPanel;
+            if (view.seen[c] == 0) {
+                memset(key, 0, DIM * sizeof(float));
+                for (int d = 0; d < DIM; d += 16) {
+                    memset(value + d / 16 * v_panel, 0, 16 * sizeof(float));
+                }
+                continue;
+            }
+            const int64_t cell = int64_t(tile) * kTile + c;
+            const int32_t src  = a.cell_src[cell];
+            if (src == kSrcFar) {
+                if (cell / mem.group != group) {
+                    group                   = cell / mem.group;
+                    const Fp4Block * source = sums + (group * heads + t.head) * blocks;
+                    for (int d = 0; d < DIM; d += 16) {
+                        store_16(t.summary + d,
+                                 decode_16(source[d / 64].scale[d / 16 % 4], source[d / 64].quant + d % 64 / 2));
+                    }
+                }
+                const Fp4Block * far_k = mem.far_k + (cell * heads + t.head) * blocks;
+                const Fp4Block * far_v = mem.far_v + (cell * heads + t.head) * blocks;
+                for (int d = 0; d < DIM; d += 16) {
+                    const Fp4Block & k = far_k[d / 64];
+                    const Fp4Block & v = far_v[d / 64];
+                    store_16(key + d,
+                             add_16(load_16(t.summary + d), decode_16(k.scale[d / 16 % 4], k.quant + d % 64 / 2)));
+                    store_16(value + d / 16 * v_panel, decode_16(v.scale[d / 16 % 4], v.quant + d % 64 / 2));
+                }
+            } else if (src_is_current(src)) {
+                const int64_t row   = src_current_row(src);
+                const float * cur_k = a.cur.k + row * a.cur.k_stride + int64_t(t.head) * DIM;
+                const float * cur_v = a.cur.v + row * a.cur.v_stride + int64_t(t.head) * DIM;
+                for (int d = 0; d < DIM; d += 16) {
+                    store_16(key + d, load_16(cur_k + d));
+                    store_16(value + d / 16 * v_panel, load_16(cur_v + d));
+                }
+            } else {
+                const uint16_t * near_k = mem.near_k + src * near_row + int64_t(t.head) * DIM;
+                const uint16_t * near_v = mem.near_v + src * near_row + int64_t(t.head) * DIM;
+                for (int d = 0; d < DIM; d += 16) {
+                    store_16(key + d, load_16(near_k + d));
+                    store_16(value + d / 16 * v_panel, load_16(near_v + d));
+                }
+            }
+        }
+        float * panel = t.keys + c0 / kPanel * (int64_t(DIM) * kPanel) + c0 % kPanel;
+        for (int d = 0; d < DIM; d += 8) {
+            transpose_8x8(t.eight + d, DIM, panel + d * kPanel, kPanel);
+        }
+    }
+}
+
+// --- softmax ---------------------------------------------------------------------------------------------------------
+
+// Replaces a row of 64 scores by exp(score - maximum) and updates the row's maximum, sum and rescale factor.
+// `bias`: added to the scores, -inf hides; null: none.
+void soften(float * score, const float * bias, float softcap, float & maximum, float & sum, float & rescale) {
+    constexpr int n = kTile / kLanes;
+    VFloat        s[n];
+    for (int i = 0; i < n; ++i) {
+        s[i] = v_load(score + i * kLanes);
+    }
+    if (softcap != 0.0f) {
+        for (int i = 0; i < n; ++i) {
+            s[i] = v_set(softcap) * v_tanh(s[i] * v_set(1.0f / softcap));
+        }
+    }
+    if (bias != nullptr) {
+        for (int i = 0; i < n; ++i) {
+            const VFloat b = v_load(bias + i * kLanes);
+            s[i]           = b == v_set(-kInfinity) ? b : s[i] + b;
+        }
+    }
+    VFloat top = s[0];
+    for (int i = 1; i < n; ++i) {
+        top = v_max(top, s[i]);
+    }
+    const float best = std::max(maximum, v_largest(top));
+    if (best == -kInfinity) {  // nothing seen yet
+        memset(score, 0, kTile * sizeof(float));
+        rescale = 1.0f;
+        return;
+    }
+    rescale = best == maximum ? 1.0f : expf(maximum - best);
+    maximum = best;
+
+    VFloat total = {};
+    for (int i = 0; i < n; ++i) {
+        const VFloat p = v_exp(s[i] - v_set(best));
+        v_store(score + i * kLanes, p);
+        total += p;
+    }
+    sum = sum * rescale + v_sum(total);
+}
+
+// Mask entries of one query for a tile as numbers to add.
+void mask_row(const Task & t, const View & view, int32_t tile, int32_t query, float * bias) {
+    const AttendArgs & a     = t.a;
+    const int32_t      first = tile * kTile;
+    const int32_t      width = std::min(kTile, a.n_kv - first);
+    if (a.mask == nullptr) {
+        memcpy(bias, view.hidden, sizeof view.hidden);
+        return;
+    }
+    const uint16_t * mask = a.mask + (t.first_query + query) * a.mask_stride + first;
+    if (width == kTile) {
+        for (int32_t c = 0; c < kTile; c += 16) {
+            store_16(bias + c, load_16(mask + c));
+        }
+    } else {
+        f16_decode_row(mask, bias, width);
+        std::fill(bias + width, bias + kTile, 0.0f);
+    }
+    for (int32_t c = 0; c < kTile; ++c) {
+        bias[c] = view.hidden[c] != 0.0f ? -kInfinity : bias[c];
+    }
+}
+
+template <int DIM>
+void attend_tile(const Task & t, int32_t tile) {
+    const View view = look(t, tile);
+    if (!view.any) {
+        return;
+    }
+    load_tile<DIM>(t, view, tile);
+
+    const int32_t rows = t.n_rows();
+    float         bias[kTile];
+    int32_t       bias_query = -1;
+    for (int32_t r0 = 0; r0 < rows; r0 += kStrip) {
+        const int32_t n = std::min(kStrip, rows - r0);
+        product(n, t.q + int64_t(r0) * DIM, DIM, t.keys, DIM, t.score + r0 * kTile, kTile, nullptr);
+        for (int32_t r = r0; r < r0 + n; ++r) {
+            const float * row_bias = nullptr;
+            if (!view.all) {
+                const int32_t query = r / t.shape.gqa;
+                if (query != bias_query) {
+                    mask_row(t, view, tile, query, bias);
+                    bias_query = query;
+                }
+                row_bias = bias;
+            }
+            soften(t.score + r * kTile, row_bias, t.a.softcap, t.maximum[r], t.sum[r], t.rescale[r]);
+        }
+    }
+    for (int32_t r0 = 0; r0 < rows; r0 += kStrip) {
+        const int32_t n = std::min(kStrip, rows - r0);
+        product(n, t.score + r0 * kTile, kTile, t.values, kTile, t.out + int64_t(r0) * DIM, DIM, t.rescale + r0);
+    }
+}
+
+// --- results ---------------------------------------------------------------------------------------------------------
+
+// Adds a head's sink to the softmax denominator. Returns the factor that turns the weighted sum into the result.
+float finish(float maximum, float sum, const float * sinks, int32_t head) {
+    if (sinks != nullptr) {
+        const float best = std::max(maximum, sinks[head]);
+        if (maximum == -kInfinity) {
+            return 0.0f;
+        }
+        const float scale = expf(maximum - best);
+        return scale / (sum * scale + expf(sinks[head] - best));
+    }
+    return sum > 0.0f ? 1.0f / sum : 0.0f;
+}
+
+float * partial_row(const AttendArgs & a, const Shape & shape, const Threads & t, int32_t split, int64_t query,
+                    int32_t head) {
+    float *      base  = reinterpret_cast<float *>(static_cast<uint8_t *>(t.scratch) + shape.partial_offset);
+    const size_t index = (size_t(split) * size_t(a.n_q) + size_t(query)) * size_t(a.n_head) + size_t(head);
+    return base + index * shape.partial_floats;
+}
+
+float * result_row(const AttendArgs & a, int64_t query, int32_t head) {
+    return a.out + (query * a.n_head + head) * a.mem.head_dim;
+}
+
+template <int DIM>
+void run_task(const AttendArgs & a, const Shape & shape, const Threads & threads, int32_t index) {
+    // The last queries see most: they go first, so that threads end at about the same time.
+    const int32_t split = index % shape.n_splits;
+    const int32_t head  = index / shape.n_splits % a.mem.n_head_kv;
+    const int32_t block = shape.n_blocks - 1 - index / shape.n_splits / a.mem.n_head_kv;
+
+    const size_t rows = shape.rows;
+    float *      pool = reinterpret_cast<float *>(static_cast<uint8_t *>(threads.scratch) + kLine +
+                                                  size_t(threads.ith) * shape.thread_bytes);
+    const auto   take = [&pool](size_t n) {
+        float * p = pool;
+        pool += n;
+        return p;
+    };
+    const int32_t first = block * shape.block;
+    const int32_t tiles = divide_up(a.n_kv, kTile);
+    Task          t{a,
+                    shape,
+                    head,
+                    first,
+                    std::min(shape.block, a.n_q - first),
+                    split * shape.split,
+                    std::min(tiles, (split + 1) * shape.split),
+                    take(size_t(kTile) * DIM),
+                    take(size_t(kTile) * DIM),
+                    take(rows * DIM),
+                    take(rows * DIM),
+                    take(rows * kTile),
+                    take(rows),
+                    take(rows),
+                    take(rows),
+                    take(8 * DIM),
+                    take(DIM)};
+
+    for (int32_t i = 0; i < t.n_queries; ++i) {
+        for (int32_t h = 0; h < shape.gqa; ++h) {
+            const int64_t row = int64_t(i) * shape.gqa + h;
+            const float * q = a.q + (first + i) * a.q_stride_query + (int64_t(head) * shape.gqa + h) * a.q_stride_head;
+            for (int d = 0; d < DIM; ++d) {
+                t.q[row * DIM + d] = q[d] * a.scale;
+            }
+        }
+    }
+    std::fill_n(t.out, size_t(t.n_rows()) * DIM, 0.0f);
+    std::fill_n(t.maximum, t.n_rows(), -kInfinity);
+    std::fill_n(t.sum, t.n_rows(), 0.0f);
+
+    for (int32_t tile = t.first_tile; tile < t.last_tile; ++tile) {
+        attend_tile<DIM>(t, tile);
+    }
+
+    for (int32_t r = 0; r < t.n_rows(); ++r) {
+        const int64_t query  = first + r / shape.gqa;
+        const int32_t q_head = head * shape.gqa + r % shape.gqa;
+        const float * from   = t.out + int64_t(r) * DIM;
+        if (shape.n_splits > 1) {
+            float * to = partial_row(a, shape, threads, split, query, q_head);
+            memcpy(to, from, DIM * sizeof(float));
+            to[DIM]     = t.maximum[r];
+            to[DIM + 1] = t.sum[r];
+        } else {
+            float *     to     = result_row(a, query, q_head);
+            const float factor = finish(t.maximum[r], t.sum[r], a.sinks, q_head);
+            for (int d = 0; d < DIM; ++d) {
+                to[d] = from[d] * factor;
+            }
+        }
+    }
+}
+
+// Merges the partial results of one row.
+void merge(const AttendArgs & a, const Shape & shape, const Threads & t, int64_t query, int32_t head) {
+    const int32_t dim     = a.mem.head_dim;
+    float         maximum = -kInfinity;
+    for (int32_t s = 0; s < shape.n_splits; ++s) {
+        maximum = std::max(maximum, partial_row(a, shape, t, s, query, head)[dim]);
+    }
+    float * to  = result_row(a, query, head);
+    float   sum = 0.0f;
+    std::fill_n(to, dim, 0.0f);
+    if (maximum == -kInfinity) {
+        return;
+    }
+    for (int32_t s = 0; s < shape.n_splits; ++s) {
+        const float * from = partial_row(a, shape, t, s, query, head);
+        if (from[dim] == -kInfinity) {
+            continue;
+        }
+        const float weight = expf(from[dim] - maximum);
+        sum += weight * from[dim + 1];
+        for (int32_t d = 0; d < dim; ++d) {
+            to[d] += weight * from[d];
+        }
+    }
+    const float factor = finish(maximum, sum, a.sinks, head);
+    for (int32_t d = 0; d < dim; ++d) {
+        to[d] *= factor;
+    }
+}
+
+}  // namespace
+
+size_t kv_attend_scratch(const AttendArgs & a, int nth) { return Shape(a, nth).bytes; }
+
+void kv_attend(const AttendArgs & a, const Threads & t) {
+    const Shape shape(a, t.nth);
+    auto *      next = static_cast<std::atomic<int32_t> *>(t.scratch);  // the first task that nobody has taken
+    if (t.ith == 0) {
+        new (next) std::atomic<int32_t>(0);
+    }
+    if (t.nth > 1) {
+        t.barrier(t.barrier_arg);
+    }
+    for (;;) {
+        const int32_t task = next->fetch_add(1, std::memory_order_relaxed);
+        if (task >= shape.n_tasks) {
+            break;
+        }
+        switch (a.mem.head_dim) {
+        case 64:
+            run_task<64>(a, shape, t, task);
+            break;
+        case 128:
+            run_task<128>(a, shape, t, task);
+            break;
+        default:
+            run_task<256>(a, shape, t, task);
+            break;
+        }
+    }
+    if (shape.n_splits > 1) {
+        if (t.nth > 1) {
+            t.barrier(t.barrier_arg);
+        }
+        const int64_t rows = int64_t(a.n_q) * a.n_head;
+        for (int64_t row = t.ith; row < rows; row += t.nth) {
+            merge(a, shape, t, row / a.n_head, int32_t(row % a.n_head));
+        }
+    }
+}
+
+}  // namespace kvfold
