@@ -10,6 +10,7 @@ namespace kvfold {
 
 void register_build(py::module_ & m) {
     m.attr("__version__") = KVFOLD_VERSION;
+    m.def("version", [] { return KVFOLD_VERSION; }, "Version of the compiled runtime.");
     m.def(
         "build_info",
         [] {
