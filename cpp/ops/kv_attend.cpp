@@ -20,49 +20,67 @@ namespace kvfold {
 
 namespace {
 
-constexpr int32_t kTile        = 64;  // cells
-constexpr int32_t kPanel       = 16;  // columns that are stored together, one cache line
-constexpr int32_t kMinSplit    = 8;   // tiles; shorter ranges of cells are not worth a task
-constexpr int32_t kTargetTasks = 64;  // split cells until there are about so many tasks
-constexpr size_t  kLine        = 64;  // bytes
+constexpr int32_t kTile             = 64;  // cells
+constexpr int32_t kPanel            = 16;  // columns that are stored together, one cache line
+constexpr int32_t kMinSplit         = 8;   // tiles; shorter ranges of cells are not worth a task
+constexpr int32_t kMinSplitAllHeads = 2;
+constexpr int64_t kSmall            = 32768;  // floats of all queries; up to here a task does all KV heads
+constexpr int32_t kTargetTasks      = 64;     // split cells until there are about so many tasks
+// Panels are a line longer than they need be: a power of two would put all panels into the same cache sets.
+constexpr int32_t panel_floats(int32_t depth) { return (depth + 1) * kPanel; }
+constexpr int32_t keys_floats(int32_t dim) { return kTile / kPanel * panel_floats(dim); }
+constexpr int32_t values_floats(int32_t dim) { return dim / kPanel * panel_floats(kTile); }
+constexpr size_t  kLine = 64;  // bytes
 
 constexpr float    kInfinity    = std::numeric_limits<float>::infinity();
 constexpr uint16_t kF16MinusInf = 0xFC00;
 
 int32_t divide_up(int32_t a, int32_t b) { return (a + b - 1) / b; }
 
-// How the work is cut.
+// How the work is cut. Few queries: a task is a range of cells and does all KV heads, so that memory is read in order.
+// Many queries: a task is one KV head and a block of queries, and if that makes too few tasks, a range of cells.
 struct Shape {
     int32_t gqa;       // query heads a KV head
-    int32_t block;     // queries a block
+    int32_t heads;     // KV heads a task: all or one
+    int32_t block;     // queries a task
     int32_t n_blocks;  // blocks of queries
     int32_t n_splits;  // ranges of cells
     int32_t split;     // tiles a range
-    int32_t n_tasks;   // n_head_kv * n_blocks * n_splits
-    size_t  rows;      // rows of a task (upper bound)
+    int32_t n_tasks;
+    size_t  head_rows;  // rows of one KV head in a task
     size_t  thread_bytes;
     size_t  partial_floats;  // one row's partial result: head_dim values, maximum, sum
     size_t  partial_offset;  // into scratch
+    size_t  bytes;
 
     Shape(const AttendArgs & a, int nth) {
         const int32_t dim   = a.mem.head_dim;
         const int32_t tiles = divide_up(a.n_kv, kTile);
-        // queries and results of a block stay in the second-level cache
-        const int32_t most_rows = dim <= 64 ? 192 : dim <= 128 ? 144 : 96;
-        gqa                     = a.n_head / a.mem.n_head_kv;
-        block                   = std::max(1, std::min(a.n_q, most_rows / gqa));
-        n_blocks                = divide_up(a.n_q, block);
-        const int32_t units     = std::max(1, n_blocks * a.mem.n_head_kv);
-        const int32_t wanted    = divide_up(std::max(kTargetTasks, 2 * nth), units);
-        n_splits                = std::max(1, std::min(wanted, tiles / kMinSplit));
-        split                   = divide_up(tiles, n_splits);
-        n_splits                = std::max(1, divide_up(tiles, std::max(1, split)));
-        n_tasks                 = n_blocks * a.mem.n_head_kv * n_splits;
-        rows                    = size_t(block) * size_t(gqa);
+        gqa                 = a.n_head / a.mem.n_head_kv;
+        if (int64_t(a.n_q) * a.n_head * dim <= kSmall) {
+            heads = a.mem.n_head_kv;
+            block = std::max(1, a.n_q);
+        } else {
+            // queries and results of a block stay in the second-level cache
+            const int32_t most_rows = dim <= 64 ? 192 : dim <= 128 ? 144 : 96;
+            heads                   = 1;
+            block                   = std::max(1, std::min(a.n_q, most_rows / gqa));
+        }
+        n_blocks               = divide_up(a.n_q, block);
+        const int32_t units    = std::max(1, n_blocks * (a.mem.n_head_kv / heads));
+        const int32_t wanted   = divide_up(std::max(kTargetTasks, 2 * nth), units);
+        const int32_t shortest = heads > 1 ? kMinSplitAllHeads : kMinSplit;
+        n_splits               = std::max(1, std::min(wanted, tiles / shortest));
+        split                  = divide_up(tiles, n_splits);
+        n_splits               = std::max(1, divide_up(tiles, std::max(1, split)));
+        n_tasks                = a.n_q == 0 ? 0 : units * n_splits;
+        head_rows              = size_t(block) * size_t(gqa);
 
-        const size_t tile_floats = 2 * size_t(kTile) * size_t(dim);
-        const size_t row_floats  = 2 * size_t(dim) + kTile + 3;
-        thread_bytes   = align((tile_floats + rows * row_floats + 8 * size_t(dim) + size_t(dim)) * sizeof(float));
+        const size_t rows       = head_rows * size_t(heads);
+        const size_t row_floats = 2 * size_t(dim) + 3;
+        const size_t floats =
+            size_t(keys_floats(dim) + values_floats(dim) + 9 * dim) + rows * row_floats + head_rows * kTile;
+        thread_bytes   = align(floats * sizeof(float));
         partial_floats = size_t(dim) + 2;
         partial_offset = kLine + size_t(nth) * thread_bytes;
         bytes          = partial_offset;
@@ -70,8 +88,6 @@ struct Shape {
             bytes += size_t(n_splits) * size_t(a.n_q) * size_t(a.n_head) * partial_floats * sizeof(float);
         }
     }
-
-    size_t bytes;
 
     static size_t align(size_t n) { return (n + kLine - 1) / kLine * kLine; }
 };
@@ -121,7 +137,7 @@ void product_rows(const float * a, int64_t a_stride, const float * b, int32_t de
                   const float * rescale) {
     constexpr int vectors      = kernel_vectors(ROWS);
     constexpr int width        = vectors * kLanes;
-    const int64_t panel_stride = int64_t(depth) * kPanel;
+    const int64_t panel_stride = panel_floats(depth);
     for (int32_t x = 0; x < columns; x += width) {
         kernel<ROWS, vectors>(a, a_stride, b + x / kPanel * panel_stride + x % kPanel, panel_stride, depth, c + x,
                               columns, rescale);
@@ -151,11 +167,11 @@ void product(int32_t rows, const float * a, int64_t a_stride, const float * b, i
 
 // --- tiles -----------------------------------------------------------------------------------------------------------
 
-// One task and the memory it works in.
+// One task and the memory it works in. Rows are ordered [KV head of the task][query][query head of the KV head].
 struct Task {
     const AttendArgs & a;
     const Shape &      shape;
-    int32_t            head;  // KV head
+    int32_t            first_head;  // KV head
     int32_t            first_query;
     int32_t            n_queries;
     int32_t            first_tile;
@@ -163,16 +179,21 @@ struct Task {
 
     float * keys;     // panels of 16 cells: [64/16][head_dim][16]
     float * values;   // panels of 16 channels: [head_dim/16][64][16]
-    float * q;        // [rows][head_dim], scaled; row = query * gqa + head of the KV head
+    float * eight;    // [8][head_dim] rows on their way to be transposed
+    float * summary;  // [head_dim]
+    float * score;    // [rows of a head][64]
+    float * q;        // [rows][head_dim], scaled
     float * out;      // [rows][head_dim], not yet divided by `sum`
-    float * score;    // [rows][64]
     float * maximum;  // [rows]
     float * sum;      // [rows]
     float * rescale;  // [rows] what the results so far are multiplied with when the maximum moves
-    float * eight;    // [8][head_dim] rows on their way to be transposed
-    float * summary;  // [head_dim]
 
-    int32_t n_rows() const { return n_queries * shape.gqa; }
+    int32_t head_rows() const { return n_queries * shape.gqa; }
+    int32_t rows() const { return head_rows() * shape.heads; }
+    int32_t row_head(int32_t row) const {
+        return first_head * shape.gqa + row / head_rows() * shape.gqa + row % shape.gqa;
+    }
+    int32_t row_query(int32_t row) const { return first_query + row % head_rows() / shape.gqa; }
 };
 
 // What the queries of a task see of a tile.
@@ -223,7 +244,7 @@ View look(const Task & t, int32_t tile) {
 
 // Decodes the visible cells of a tile into `keys` and `values`.
 template <int DIM>
-void load_tile(const Task & t, const View & view, int32_t tile) {
+void load_tile(const Task & t, const View & view, int32_t tile, int32_t head) {
     const AttendArgs &  a        = t.a;
     const LayerMemory & mem      = a.mem;
     constexpr int64_t   blocks   = DIM / kFp4BlockValues;
@@ -231,7 +252,7 @@ void load_tile(const Task & t, const View & view, int32_t tile) {
     const int64_t       near_row = heads * DIM;
     const auto *        sums     = reinterpret_cast<const Fp4Block *>(mem.side);
     int64_t             group    = -1;  // whose summary is decoded
-    constexpr int64_t   v_panel  = kTile * kPanel;
+    constexpr int64_t   v_panel  = panel_floats(kTile);
 
     for (int32_t c0 = 0; c0 < kTile; c0 += 8) {
         for (int32_t j = 0; j < 8; ++j) {
@@ -250,14 +271,14 @@ void load_tile(const Task & t, const View & view, int32_t tile) {
             if (src == kSrcFar) {
                 if (cell / mem.group != group) {
                     group                   = cell / mem.group;
-                    const Fp4Block * source = sums + (group * heads + t.head) * blocks;
+                    const Fp4Block * source = sums + (group * heads + head) * blocks;
                     for (int d = 0; d < DIM; d += 16) {
                         store_16(t.summary + d,
                                  decode_16(source[d / 64].scale[d / 16 % 4], source[d / 64].quant + d % 64 / 2));
                     }
                 }
-                const Fp4Block * far_k = mem.far_k + (cell * heads + t.head) * blocks;
-                const Fp4Block * far_v = mem.far_v + (cell * heads + t.head) * blocks;
+                const Fp4Block * far_k = mem.far_k + (cell * heads + head) * blocks;
+                const Fp4Block * far_v = mem.far_v + (cell * heads + head) * blocks;
                 for (int d = 0; d < DIM; d += 16) {
                     const Fp4Block & k = far_k[d / 64];
                     const Fp4Block & v = far_v[d / 64];
@@ -267,26 +288,44 @@ void load_tile(const Task & t, const View & view, int32_t tile) {
                 }
             } else if (src_is_current(src)) {
                 const int64_t row   = src_current_row(src);
-                const float * cur_k = a.cur.k + row * a.cur.k_stride + int64_t(t.head) * DIM;
-                const float * cur_v = a.cur.v + row * a.cur.v_stride + int64_t(t.head) * DIM;
+                const float * cur_k = a.cur.k + row * a.cur.k_stride + int64_t(head) * DIM;
+                const float * cur_v = a.cur.v + row * a.cur.v_stride + int64_t(head) * DIM;
                 for (int d = 0; d < DIM; d += 16) {
                     store_16(key + d, load_16(cur_k + d));
                     store_16(value + d / 16 * v_panel, load_16(cur_v + d));
                 }
             } else {
-                const uint16_t * near_k = mem.near_k + src * near_row + int64_t(t.head) * DIM;
-                const uint16_t * near_v = mem.near_v + src * near_row + int64_t(t.head) * DIM;
+                const uint16_t * near_k = mem.near_k + src * near_row + int64_t(head) * DIM;
+                const uint16_t * near_v = mem.near_v + src * near_row + int64_t(head) * DIM;
                 for (int d = 0; d < DIM; d += 16) {
                     store_16(key + d, load_16(near_k + d));
                     store_16(value + d / 16 * v_panel, load_16(near_v + d));
                 }
             }
         }
-        float * panel = t.keys + c0 / kPanel * (int64_t(DIM) * kPanel) + c0 % kPanel;
+        float * panel = t.keys + c0 / kPanel * panel_floats(DIM) + c0 % kPanel;
         for (int d = 0; d < DIM; d += 8) {
             transpose_8x8(t.eight + d, DIM, panel + d * kPanel, kPanel);
         }
     }
+}
+
+// Asks for the far rows of a tile, the h-th of `heads` parts, while the tile before is worked on.
+void prefetch(const Task & t, int32_t tile, int32_t h) {
+#if defined(__GNUC__)
+    const LayerMemory & mem   = t.a.mem;
+    const size_t        row   = size_t(mem.n_head_kv) * size_t(mem.head_dim / kFp4BlockValues) * sizeof(Fp4Block);
+    const size_t        first = size_t(tile) * kTile * row;
+    const size_t        bytes = size_t(std::min(kTile, mem.n_cells - tile * kTile)) * row;
+    const size_t        begin = bytes * size_t(h) / size_t(t.shape.heads);
+    const size_t        end   = bytes * size_t(h + 1) / size_t(t.shape.heads);
+    const uint8_t *     far_k = reinterpret_cast<const uint8_t *>(mem.far_k) + first;
+    const uint8_t *     far_v = reinterpret_cast<const uint8_t *>(mem.far_v) + first;
+    for (size_t at = begin; at < end; at += kLine) {
+        __builtin_prefetch(far_k + at);
+        __builtin_prefetch(far_v + at);
+    }
+#endif
 }
 
 // --- softmax ---------------------------------------------------------------------------------------------------------
@@ -355,20 +394,18 @@ void mask_row(const Task & t, const View & view, int32_t tile, int32_t query, fl
     }
 }
 
+// One KV head of a tile: row 0 is the task's row `base`.
 template <int DIM>
-void attend_tile(const Task & t, int32_t tile) {
-    const View view = look(t, tile);
-    if (!view.any) {
-        return;
-    }
-    load_tile<DIM>(t, view, tile);
-
-    const int32_t rows = t.n_rows();
+void attend_head(const Task & t, const View & view, int32_t tile, int32_t base) {
+    const int32_t rows    = t.head_rows();
+    float *       q       = t.q + int64_t(base) * DIM;
+    float *       out     = t.out + int64_t(base) * DIM;
+    float *       rescale = t.rescale + base;
     float         bias[kTile];
     int32_t       bias_query = -1;
     for (int32_t r0 = 0; r0 < rows; r0 += kStrip) {
         const int32_t n = std::min(kStrip, rows - r0);
-        product(n, t.q + int64_t(r0) * DIM, DIM, t.keys, DIM, t.score + r0 * kTile, kTile, nullptr);
+        product(n, q + int64_t(r0) * DIM, DIM, t.keys, DIM, t.score + r0 * kTile, kTile, nullptr);
         for (int32_t r = r0; r < r0 + n; ++r) {
             const float * row_bias = nullptr;
             if (!view.all) {
@@ -379,12 +416,27 @@ void attend_tile(const Task & t, int32_t tile) {
                 }
                 row_bias = bias;
             }
-            soften(t.score + r * kTile, row_bias, t.a.softcap, t.maximum[r], t.sum[r], t.rescale[r]);
+            soften(t.score + r * kTile, row_bias, t.a.softcap, t.maximum[base + r], t.sum[base + r], rescale[r]);
         }
     }
     for (int32_t r0 = 0; r0 < rows; r0 += kStrip) {
         const int32_t n = std::min(kStrip, rows - r0);
-        product(n, t.score + r0 * kTile, kTile, t.values, kTile, t.out + int64_t(r0) * DIM, DIM, t.rescale + r0);
+        product(n, t.score + r0 * kTile, kTile, t.values, kTile, out + int64_t(r0) * DIM, DIM, rescale + r0);
+    }
+}
+
+template <int DIM>
+void attend_tile(const Task & t, int32_t tile) {
+    const View view = look(t, tile);
+    if (!view.any) {
+        return;
+    }
+    for (int32_t h = 0; h < t.shape.heads; ++h) {
+        if (t.shape.heads > 1 && tile + 1 < t.last_tile) {
+            prefetch(t, tile + 1, h);
+        }
+        load_tile<DIM>(t, view, tile, t.first_head + h);
+        attend_head<DIM>(t, view, tile, h * t.head_rows());
     }
 }
 
@@ -417,58 +469,57 @@ float * result_row(const AttendArgs & a, int64_t query, int32_t head) {
 template <int DIM>
 void run_task(const AttendArgs & a, const Shape & shape, const Threads & threads, int32_t index) {
     // The last queries see most: they go first, so that threads end at about the same time.
-    const int32_t split = index % shape.n_splits;
-    const int32_t head  = index / shape.n_splits % a.mem.n_head_kv;
-    const int32_t block = shape.n_blocks - 1 - index / shape.n_splits / a.mem.n_head_kv;
+    const int32_t head_sets = a.mem.n_head_kv / shape.heads;
+    const int32_t split     = index % shape.n_splits;
+    const int32_t head      = index / shape.n_splits % head_sets * shape.heads;
+    const int32_t block     = shape.n_blocks - 1 - index / shape.n_splits / head_sets;
+    const int32_t first     = block * shape.block;
+    const int32_t tiles     = divide_up(a.n_kv, kTile);
 
-    const size_t rows = shape.rows;
-    float *      pool = reinterpret_cast<float *>(static_cast<uint8_t *>(threads.scratch) + kLine +
-                                                  size_t(threads.ith) * shape.thread_bytes);
-    const auto   take = [&pool](size_t n) {
+    float *    pool = reinterpret_cast<float *>(static_cast<uint8_t *>(threads.scratch) + kLine +
+                                                size_t(threads.ith) * shape.thread_bytes);
+    const auto take = [&pool](size_t n) {
         float * p = pool;
         pool += n;
         return p;
     };
-    const int32_t first = block * shape.block;
-    const int32_t tiles = divide_up(a.n_kv, kTile);
-    Task          t{a,
-                    shape,
-                    head,
-                    first,
-                    std::min(shape.block, a.n_q - first),
-                    split * shape.split,
-                    std::min(tiles, (split + 1) * shape.split),
-                    take(size_t(kTile) * DIM),
-                    take(size_t(kTile) * DIM),
-                    take(rows * DIM),
-                    take(rows * DIM),
-                    take(rows * kTile),
-                    take(rows),
-                    take(rows),
-                    take(rows),
-                    take(8 * DIM),
-                    take(DIM)};
+    const size_t most = shape.head_rows * size_t(shape.heads);
+    Task         t{a,
+                   shape,
+                   head,
+                   first,
+                   std::min(shape.block, a.n_q - first),
+                   split * shape.split,
+                   std::min(tiles, (split + 1) * shape.split),
+                   take(keys_floats(DIM)),
+                   take(values_floats(DIM)),
+                   take(8 * DIM),
+                   take(DIM),
+                   take(shape.head_rows * kTile),
+                   take(most * DIM),
+                   take(most * DIM),
+                   take(most),
+                   take(most),
+                   take(most)};
 
-    for (int32_t i = 0; i < t.n_queries; ++i) {
-        for (int32_t h = 0; h < shape.gqa; ++h) {
-            const int64_t row = int64_t(i) * shape.gqa + h;
-            const float * q = a.q + (first + i) * a.q_stride_query + (int64_t(head) * shape.gqa + h) * a.q_stride_head;
-            for (int d = 0; d < DIM; ++d) {
-                t.q[row * DIM + d] = q[d] * a.scale;
-            }
+    const int32_t rows = t.rows();
+    for (int32_t r = 0; r < rows; ++r) {
+        const float * q = a.q + t.row_query(r) * a.q_stride_query + t.row_head(r) * a.q_stride_head;
+        for (int d = 0; d < DIM; ++d) {
+            t.q[r * DIM + d] = q[d] * a.scale;
         }
     }
-    std::fill_n(t.out, size_t(t.n_rows()) * DIM, 0.0f);
-    std::fill_n(t.maximum, t.n_rows(), -kInfinity);
-    std::fill_n(t.sum, t.n_rows(), 0.0f);
+    std::fill_n(t.out, size_t(rows) * DIM, 0.0f);
+    std::fill_n(t.maximum, rows, -kInfinity);
+    std::fill_n(t.sum, rows, 0.0f);
 
     for (int32_t tile = t.first_tile; tile < t.last_tile; ++tile) {
         attend_tile<DIM>(t, tile);
     }
 
-    for (int32_t r = 0; r < t.n_rows(); ++r) {
-        const int64_t query  = first + r / shape.gqa;
-        const int32_t q_head = head * shape.gqa + r % shape.gqa;
+    for (int32_t r = 0; r < rows; ++r) {
+        const int32_t query  = t.row_query(r);
+        const int32_t q_head = t.row_head(r);
         const float * from   = t.out + int64_t(r) * DIM;
         if (shape.n_splits > 1) {
             float * to = partial_row(a, shape, threads, split, query, q_head);

@@ -1,0 +1,53 @@
+#include "cache/fingerprint.h"
+
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "ggml-backend.h"
+#include "llama-model.h"
+
+namespace kvfold {
+
+uint64_t hash_bytes(const void * data, size_t size, uint64_t seed) {
+    const auto * bytes = static_cast<const unsigned char *>(data);
+    uint64_t     h     = seed;
+    size_t       i     = 0;
+    for (; i + 8 <= size; i += 8) {
+        uint64_t word;
+        std::memcpy(&word, bytes + i, 8);
+        h = (h ^ word) * 0x100000001b3ull;
+        h ^= h >> 29;  // a word-wise FNV needs its high bits brought back
+    }
+    for (; i < size; ++i) {
+        h = (h ^ bytes[i]) * 0x100000001b3ull;
+    }
+    return h;
+}
+
+uint64_t model_fingerprint(const llama_model & model) {
+    const std::string desc = model.desc();
+    uint64_t          h    = hash_bytes(desc.data(), desc.size());
+
+    const auto & hparams = model.hparams;
+    for (uint32_t il = 0; il < hparams.n_layer(); ++il) {
+        const uint32_t shape[] = { hparams.n_head(il), hparams.n_head_kv(il), hparams.n_embd_head_k(il), hparams.n_ff(il) };
+        h                      = hash_bytes(shape, sizeof(shape), h);
+    }
+
+    // Fine-tunes share every shape; their weights differ. (A dry run has no weights and saves no state.)
+    for (const auto & [name, tensor] : model.tensors_by_name) {
+        if (name.find("attn_k") == std::string::npos && name.find("ffn_down") == std::string::npos) {
+            continue;
+        }
+        if (tensor->buffer == nullptr || tensor->data == nullptr || hparams.no_alloc) {
+            continue;
+        }
+        std::vector<unsigned char> head(std::min<size_t>(ggml_nbytes(tensor), 64));
+        ggml_backend_tensor_get(tensor, head.data(), 0, head.size());
+        h = hash_bytes(head.data(), head.size(), h);
+    }
+    return h;
+}
+
+}  // namespace kvfold

@@ -1,0 +1,18 @@
+// Graph nodes of a kvfold cache: construction, the inputs they read, and a fold outside a graph.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "cache/kvfold_cache.h"
+#include "ggml.h"
+
+namespace kvfold {
+
+// Folds `entries` (FoldArgs::plan) of one layer now, on the backend that holds it, without rows of a micro-batch.
+bool run_fold(const CacheLayer & layer, int32_t group, const std::vector<int32_t> & entries, int32_t n_groups, int32_t epoch);
+
+// An attend node with placeholder sources of the right types and shapes, to ask a device whether it supports the operation.
+ggml_tensor * probe_attend(ggml_context * ctx, int32_t n_head, int32_t n_head_kv, int32_t head_dim, int32_t group);
+
+}  // namespace kvfold

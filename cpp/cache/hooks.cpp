@@ -1,0 +1,276 @@
+#include "cache/hooks.h"
+
+#include <algorithm>
+#include <cstring>
+#include <map>
+#include <stdexcept>
+
+#include "cache/cell_groups.h"
+#include "cache/config.h"
+#include "cache/context_scope.h"
+#include "cache/fingerprint.h"
+#include "cache/graph_nodes.h"
+#include "cache/kvfold_cache.h"
+#include "llama-context.h"
+#include "llama-impl.h"
+#include "llama-kv-cache-iswa.h"
+#include "llama-memory-hybrid-iswa.h"
+#include "llama-memory-hybrid.h"
+#include "llama-model.h"
+
+namespace {
+
+// Whether a device runs our attention for this layer's shape. Asked with a node that exists for the question only.
+bool device_attends(ggml_backend_dev_t dev, const llama_hparams & hparams, uint32_t il, int32_t group) {
+    ggml_context_ptr ctx(ggml_init({ ggml_tensor_overhead() * 16, nullptr, true }));
+    ggml_tensor *    node = kvfold::probe_attend(ctx.get(), int32_t(hparams.n_head(il)), int32_t(hparams.n_head_kv(il)),
+                                                 int32_t(hparams.n_embd_head_k(il)), group);
+    return ggml_backend_dev_supports_op(dev, node);
+}
+
+}  // namespace
+
+void kvfold_access::ctor_begin(llama_kv_cache & kv, ggml_type & type_k, ggml_type & type_v, bool & offload, uint32_t & kv_size) {
+    const kvfold_config * config = kvfold::building_config();
+    if (config == nullptr || type_k != GGML_TYPE_NVFP4 || type_v != GGML_TYPE_NVFP4) {
+        return;
+    }
+    if (kv.swa_type != LLAMA_SWA_TYPE_NONE) {
+        // Windows are small and sensitive: at least 8 bits, whatever the kv type.
+        type_k = type_v = config->swa_type == KVFOLD_SWA_Q8_0 ? GGML_TYPE_Q8_0 : GGML_TYPE_F16;
+        return;
+    }
+
+    kv.kvfold = std::make_shared<kvfold_cache>(*config, kv_size, kvfold::building_n_seq_max());
+    kv_size   = kv.kvfold->n_cells;
+
+    if (offload) {
+        for (uint32_t il = 0; il < kv.hparams.n_layer(); ++il) {
+            ggml_backend_dev_t dev = kv.model.dev_layer(int(il));
+            if (!kv.hparams.has_kv(il) || kv.hparams.is_swa(il) || kv.hparams.is_recr(il) || kv.hparams.n_head_kv(il) == 0 ||
+                dev == nullptr || ggml_backend_dev_type(dev) == GGML_BACKEND_DEVICE_TYPE_CPU) {
+                continue;
+            }
+            if (!device_attends(dev, kv.hparams, il, config->group)) {
+                LLAMA_LOG_WARN("kvfold: device %s has no kvfold attention for this model; the cache stays in host memory and attention "
+                               "runs on the CPU, which is slow\n",
+                               ggml_backend_dev_name(dev));
+                offload = false;
+                break;
+            }
+        }
+    }
+}
+
+void kvfold_access::attach(llama_kv_cache & kv) {
+    if (!kv.kvfold) {
+        return;
+    }
+    kvfold_cache & cache = *kv.kvfold;
+
+    struct BuftLess {
+        bool operator()(ggml_backend_buffer_type_t a, ggml_backend_buffer_type_t b) const {
+            return std::strcmp(ggml_backend_buft_name(a), ggml_backend_buft_name(b)) < 0;
+        }
+    };
+    std::map<ggml_backend_buffer_type_t, ggml_context_ptr, BuftLess> contexts;
+
+    for (size_t ikv = 0; ikv < kv.layers.size(); ++ikv) {
+        const auto &       from = kv.layers[ikv];
+        kvfold::CacheLayer layer{};
+        layer.il        = int32_t(from.il);
+        layer.last_il   = layer.il;
+        layer.n_head_kv = int32_t(kv.hparams.n_head_kv(from.il));
+        layer.head_dim  = int32_t(kv.hparams.n_embd_head_k(from.il));
+        layer.far_k     = from.k;
+        layer.far_v     = from.v;
+        for (const auto & [il, index] : kv.map_layer_ids) {
+            if (index == int32_t(ikv)) {
+                layer.last_il = std::max(layer.last_il, il);
+            }
+        }
+
+        ggml_backend_buffer_type_t buft = ggml_backend_buffer_get_type(from.k->buffer);
+        auto &                     ctx  = contexts[buft];
+        if (!ctx) {
+            ctx.reset(ggml_init({ ggml_tensor_overhead() * 2 * kv.layers.size(), nullptr, true }));
+        }
+        const int64_t gqa  = int64_t(layer.n_head_kv) * layer.head_dim;
+        const auto    side = kvfold::side_layout(layer.n_head_kv, layer.head_dim, int32_t(cache.n_groups()));
+        layer.side         = ggml_new_tensor_1d(ctx.get(), GGML_TYPE_I8, int64_t(side.bytes));
+        layer.near         = ggml_new_tensor_3d(ctx.get(), GGML_TYPE_F16, gqa, cache.near.n_rows(), 2);
+        ggml_format_name(layer.side, "cache_side_l%d", layer.il);
+        ggml_format_name(layer.near, "cache_near_l%d", layer.il);
+
+        cache.far_bytes += ggml_nbytes(layer.far_k) + ggml_nbytes(layer.far_v);
+        cache.side_bytes += ggml_nbytes(layer.side);
+        cache.near_bytes += ggml_nbytes(layer.near);
+        cache.f16_bytes += uint64_t(2) * uint64_t(gqa) * cache.n_ctx * sizeof(ggml_fp16_t);
+        cache.layers.push_back(layer);
+    }
+
+    for (auto & [buft, ctx] : contexts) {
+        ggml_backend_buffer_t buffer;
+        if (kv.hparams.no_alloc) {
+            buffer = ggml_backend_buft_alloc_buffer(buft, 0);  // a dry run measures; nothing may be allocated
+            for (ggml_tensor * t = ggml_get_first_tensor(ctx.get()); t != nullptr; t = ggml_get_next_tensor(ctx.get(), t)) {
+                t->buffer = buffer;
+            }
+        } else {
+            buffer = ggml_backend_alloc_ctx_tensors_from_buft(ctx.get(), buft);
+        }
+        if (buffer == nullptr) {
+            kvfold::fail("kvfold: not enough memory for the near pool and the summaries of the cache");
+            throw std::runtime_error(kvfold_last_error());
+        }
+        ggml_backend_buffer_clear(buffer, 0);
+        // Owned, counted (memory_breakdown) and cleared like the cache's own buffers.
+        kv.ctxs_bufs.emplace_back(std::move(ctx), ggml_backend_buffer_ptr(buffer));
+    }
+
+    cache.fingerprint = kvfold::model_fingerprint(kv.model);
+    cache.publish();
+}
+
+void kvfold_access::applied(llama_kv_cache & kv, const llama_kv_cache::slot_info & sinfo, const llama_ubatch & ubatch, uint32_t n_kv) {
+    if (!kv.kvfold) {
+        return;
+    }
+    kvfold_cache &         cache = *kv.kvfold;
+    const llama_kv_cells & cells = kv.v_cells[0];
+
+    cache.repair(cells);
+
+    llama_kv_cells::seq_set_t seqs;
+    for (uint32_t s = 0; s < ubatch.n_seqs_unq; ++s) {
+        seqs.set(size_t(ubatch.seq_id_unq[s]));
+    }
+    cache.plan = cache.near.plan(cells, sinfo.idxs[0], seqs, n_kv);
+
+    cache.folds += uint64_t(cache.plan.n_groups);
+    const size_t stride = 1 + cache.group();
+    for (size_t i = 0; i < cache.plan.fold_entries.size(); ++i) {
+        cache.folded_tokens += i % stride != 0 && cache.plan.fold_entries[i] != kvfold::kSrcHidden;
+    }
+}
+
+llama_kv_cache::slot_info kvfold_access::find_slot(const llama_kv_cache & kv, const llama_ubatch & ubatch) {
+    const uint32_t group = kv.kvfold->group();
+    auto           cells = kvfold::place_tokens(kv.v_cells[0], group, kv.v_heads[0] / group, kvfold::tokens_of(ubatch));
+    if (cells.empty()) {
+        return {};
+    }
+    llama_kv_cache::slot_info slots{};
+    slots.s0   = 0;
+    slots.s1   = 0;
+    slots.strm = { 0 };
+    slots.idxs = { std::move(cells) };
+    return slots;
+}
+
+ggml_tensor * kvfold_access::cpy_k(const llama_kv_cache & kv, ggml_context * ctx, ggml_tensor * k_cur, int32_t il) {
+    auto & layer = kv.kvfold->layers[size_t(kv.map_layer_ids.at(il))];
+    layer.k_cur  = ggml_view_2d(ctx, k_cur, k_cur->ne[0] * k_cur->ne[1], k_cur->ne[2], k_cur->nb[2], 0);
+    return layer.k_cur;
+}
+
+ggml_tensor * kvfold_access::cpy_v(const llama_kv_cache & kv, ggml_context * ctx, ggml_tensor * v_cur, int32_t il) {
+    auto & layer = kv.kvfold->layers[size_t(kv.map_layer_ids.at(il))];
+    layer.v_cur  = ggml_view_2d(ctx, v_cur, v_cur->ne[0] * v_cur->ne[1], v_cur->ne[2], v_cur->nb[2], 0);
+    return layer.v_cur;
+}
+
+void kvfold_access::refuse_shift(const char * what) {
+    kvfold::fail(kvfold::message("%s: positions of an FP4 cache cannot be shifted (llama_memory_can_shift says so)", what));
+    LLAMA_LOG_ERROR("kvfold: %s; nothing was changed\n", kvfold_last_error());
+}
+
+// Statistics ----------------------------------------------------------------------------------------------------------
+
+namespace {
+
+// The caches inside a context's memory module: the one with FP4 rows and, for sliding-window models, the window cache.
+struct Found {
+    const llama_kv_cache * base = nullptr;
+    const llama_kv_cache * swa  = nullptr;
+};
+
+Found find_caches(llama_memory_i * memory) {
+    if (auto * kv = dynamic_cast<llama_kv_cache *>(memory)) {
+        return { kv, nullptr };
+    }
+    if (auto * iswa = dynamic_cast<llama_kv_cache_iswa *>(memory)) {
+        return { iswa->get_base(), iswa->get_swa() };
+    }
+    if (auto * hybrid = dynamic_cast<llama_memory_hybrid *>(memory)) {
+        return { hybrid->get_mem_attn(), nullptr };
+    }
+    if (auto * hybrid = dynamic_cast<llama_memory_hybrid_iswa *>(memory)) {
+        return { hybrid->get_mem_attn()->get_base(), hybrid->get_mem_attn()->get_swa() };
+    }
+    return {};
+}
+
+uint64_t bytes_of(const llama_kv_cache & kv) {
+    uint64_t bytes = 0;
+    for (const auto & [buft, size] : kv.memory_breakdown()) {
+        bytes += size;
+    }
+    return bytes;
+}
+
+}  // namespace
+
+bool kvfold_access::stats(const llama_context & ctx, kvfold_stats & out) {
+    const Found found = find_caches(ctx.get_memory());
+    if (found.base == nullptr || !found.base->kvfold) {
+        return kvfold::fail("this context has no kvfold cache");
+    }
+    const kvfold_cache &   cache = *found.base->kvfold;
+    const llama_kv_cells & cells = found.base->v_cells[0];
+
+    out            = {};
+    out.config     = cache.config;
+    out.far_bytes  = cache.far_bytes;
+    out.side_bytes = cache.side_bytes;
+    out.near_bytes = cache.near_bytes;
+    out.bytes      = bytes_of(*found.base);
+    out.f16_bytes  = cache.f16_bytes;
+    if (found.swa != nullptr) {
+        out.swa_bytes = bytes_of(*found.swa);
+        out.bytes += out.swa_bytes;
+        // An f16 context keeps its windows in f16.
+        for (const auto & layer : found.swa->layers) {
+            out.f16_bytes += uint64_t(ggml_nelements(layer.k) + ggml_nelements(layer.v)) * sizeof(ggml_fp16_t);
+        }
+    }
+    out.n_cells       = cache.n_cells;
+    out.tokens        = cells.get_used();
+    out.near_tokens   = cache.near.count_used(cells);
+    out.folded_tokens = cache.folded_tokens;
+    out.folds         = cache.folds;
+
+    std::string backend;
+    for (const auto & layer : cache.layers) {
+        ggml_backend_dev_t dev  = ggml_backend_buft_get_device(ggml_backend_buffer_get_type(layer.far_k->buffer));
+        const char *       name = dev != nullptr ? ggml_backend_dev_name(dev) : "CPU";
+        if (backend.find(name) == std::string::npos) {
+            backend += (backend.empty() ? "" : ", ") + std::string(name);
+        }
+    }
+    std::strncpy(out.backend, backend.c_str(), sizeof(out.backend) - 1);
+    return true;
+}
+
+void kvfold_access::announce(const llama_context & ctx) {
+    kvfold_stats s;
+    if (!stats(ctx, s)) {
+        return;
+    }
+    const double mib = 1024.0 * 1024.0;
+    LLAMA_LOG_INFO("kv %s: %.1f MiB, f16 would be %.1f (%.1f %%); near %.1f MiB; attention on %s\n", kvfold::type_name(s.config.type),
+                   double(s.bytes) / mib, double(s.f16_bytes) / mib, 100.0 * double(s.bytes) / double(s.f16_bytes),
+                   double(s.near_bytes) / mib, s.backend);
+}
+
+bool kvfold_get_stats(const llama_context * ctx, kvfold_stats * stats) { return kvfold_access::stats(*ctx, *stats); }

@@ -1,0 +1,61 @@
+// What the patched llama.cpp sources call. Every function does nothing, or says so by its result, for a cache or context that
+// is not kvfold's: with no kv type set the runtime behaves as it always did.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+
+#include "llama-kv-cache.h"
+
+struct llama_context;
+struct llama_context_params;
+struct llama_model;
+struct llm_graph_context;
+class llama_io_read_i;
+class llama_io_write_i;
+
+// Lives in llama_init_from_model(): takes the active configuration if the context asks for it, checks model and parameters,
+// and is what the caches constructed inside see. `ok()` is false after a refusal (logged, and in kvfold_last_error()).
+class kvfold_context_scope {
+  public:
+    kvfold_context_scope(const llama_model & model, llama_context_params & params);
+    ~kvfold_context_scope();
+    kvfold_context_scope(const kvfold_context_scope &)             = delete;
+    kvfold_context_scope & operator=(const kvfold_context_scope &) = delete;
+
+    bool ok() const { return ok_; }
+
+  private:
+    bool ok_     = true;
+    bool active_ = false;
+};
+
+// Friend of llama_kv_cache: the hooks inside it.
+struct kvfold_access {
+    // First statement of the constructor: may change the row types (sliding windows), where rows live, and the number of cells.
+    static void ctor_begin(llama_kv_cache & kv, ggml_type & type_k, ggml_type & type_v, bool & offload, uint32_t & kv_size);
+    // Once the root tensors exist.
+    static void attach(llama_kv_cache & kv);
+
+    // After a micro-batch got its cells for good.
+    static void applied(llama_kv_cache & kv, const llama_kv_cache::slot_info & sinfo, const llama_ubatch & ubatch, uint32_t n_kv);
+
+    static llama_kv_cache::slot_info find_slot(const llama_kv_cache & kv, const llama_ubatch & ubatch);
+
+    // The cache write of a layer: remembers the rows for the attention node, returns them.
+    static ggml_tensor * cpy_k(const llama_kv_cache & kv, ggml_context * ctx, ggml_tensor * k_cur, int32_t il);
+    static ggml_tensor * cpy_v(const llama_kv_cache & kv, ggml_context * ctx, ggml_tensor * v_cur, int32_t il);
+
+    static void refuse_shift(const char * what);
+
+    static void state_write(const llama_kv_cache & kv, llama_io_write_i & io, llama_seq_id seq_id);
+    static void state_read(llama_kv_cache & kv, llama_io_read_i & io, llama_seq_id seq_id);
+
+    static bool stats(const llama_context & ctx, struct kvfold_stats & out);
+    // The start-up line.
+    static void announce(const llama_context & ctx);
+};
+
+// Attention over a kvfold cache; null when `k` is a view of somebody else's cache.
+ggml_tensor * kvfold_build_attn(const llm_graph_context & g, ggml_tensor * q, ggml_tensor * k, ggml_tensor * kq_b,
+                                ggml_tensor * kq_mask, ggml_tensor * sinks, ggml_tensor * v_mla, float kq_scale, int il);

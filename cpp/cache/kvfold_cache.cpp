@@ -1,0 +1,82 @@
+#include "cache/kvfold_cache.h"
+
+#include <algorithm>
+#include <mutex>
+#include <unordered_map>
+
+#include "cache/cell_groups.h"
+#include "cache/graph_nodes.h"
+#include "llama-impl.h"
+
+namespace {
+
+std::mutex                                                                   g_mutex;
+std::unordered_map<const ggml_tensor *, std::pair<kvfold_cache *, size_t>> g_layers;  // by far_k
+
+kvfold::NearPool::Config near_config(const kvfold_config & c, uint32_t n_seq_max) {
+    return { uint32_t(c.group), uint32_t(c.tail), uint32_t(c.sinks), n_seq_max };
+}
+
+}  // namespace
+
+kvfold_cache::kvfold_cache(const kvfold_config & config, uint32_t n_ctx, uint32_t n_seq_max) :
+    config(config),
+    n_ctx(n_ctx),
+    n_cells(kvfold::physical_cells(n_ctx, n_seq_max, uint32_t(config.group))),
+    near(near_config(config, n_seq_max), n_cells) {}
+
+kvfold_cache::~kvfold_cache() {
+    std::lock_guard<std::mutex> lock(g_mutex);
+    for (const auto & layer : layers) {
+        g_layers.erase(layer.far_k);
+    }
+}
+
+void kvfold_cache::publish() {
+    std::lock_guard<std::mutex> lock(g_mutex);
+    for (size_t i = 0; i < layers.size(); ++i) {
+        g_layers[layers[i].far_k] = { this, i };
+    }
+}
+
+kvfold_cache * kvfold_cache::find(const ggml_tensor * far_k, size_t & layer) {
+    std::lock_guard<std::mutex> lock(g_mutex);
+    const auto                  it = g_layers.find(far_k);
+    if (it == g_layers.end()) {
+        return nullptr;
+    }
+    layer = it->second.second;
+    return it->second.first;
+}
+
+void kvfold_cache::repair(const llama_kv_cells & cells) {
+    if (plan.n_groups == 0) {
+        return;
+    }
+    const bool removed = std::any_of(plan.cells.begin(), plan.cells.end(), [&](uint32_t c) { return cells.is_empty(c); });
+    if (!removed) {
+        return;  // a graph that failed has its tokens removed by the caller; nothing to ask the device otherwise
+    }
+
+    // The rows of the micro-batch are gone with the graph; the groups are folded without them, which is what they now hold.
+    std::vector<int32_t> entries = plan.fold_entries;
+    const size_t         stride  = 1 + group();
+    for (size_t i = 0; i < entries.size(); ++i) {
+        if (i % stride != 0 && kvfold::src_is_current(entries[i])) {
+            entries[i] = kvfold::kSrcHidden;
+        }
+    }
+
+    for (const auto & layer : layers) {
+        const auto layout = kvfold::side_layout(layer.n_head_kv, layer.head_dim, int32_t(n_groups()));
+        int32_t    epoch  = 0;
+        ggml_backend_tensor_get(layer.side, &epoch, layout.epoch_offset, sizeof(epoch));
+        if (epoch == plan.epoch) {
+            continue;
+        }
+        if (!kvfold::run_fold(layer, int32_t(group()), entries, plan.n_groups, plan.epoch)) {
+            LLAMA_LOG_ERROR("%s: layer %d could not be repaired after an aborted computation\n", __func__, layer.il);
+        }
+    }
+    plan.n_groups = 0;
+}

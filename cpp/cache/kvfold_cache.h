@@ -1,0 +1,66 @@
+// What kvfold adds to one llama_kv_cache: memory of its own per layer, the near pool, and the pending micro-batch plan.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "cache/near_pool.h"
+#include "ggml-backend.h"
+#include "ggml-cpp.h"
+#include "kvfold/kvfold.h"
+#include "ops/kv_ops.h"
+
+struct llm_graph_context;
+
+namespace kvfold {
+
+struct CacheLayer {
+    int32_t       il;         // layer of the model
+    int32_t       last_il;    // last layer of the model that reads this cache layer (models that share keys and values)
+    int32_t       n_head_kv;
+    int32_t       head_dim;
+    ggml_tensor * far_k;      // nvfp4 [gqa, n_cells], the cache's own root tensors
+    ggml_tensor * far_v;
+    ggml_tensor * side;       // i8 [side_layout().bytes]
+    ggml_tensor * near;       // f16 [gqa, n_near, 2]
+    ggml_tensor * k_cur = nullptr;  // rows of the micro-batch in the graph being built
+    ggml_tensor * v_cur = nullptr;
+};
+
+}  // namespace kvfold
+
+struct kvfold_cache {
+    kvfold_cache(const kvfold_config & config, uint32_t n_ctx, uint32_t n_seq_max);
+    ~kvfold_cache();
+    kvfold_cache(const kvfold_cache &)             = delete;
+    kvfold_cache & operator=(const kvfold_cache &) = delete;
+
+    uint32_t group() const { return uint32_t(config.group); }
+    uint32_t n_groups() const { return n_cells / group(); }
+
+    const kvfold_config config;
+    const uint32_t      n_ctx;    // tokens that fit
+    const uint32_t      n_cells;  // cells that hold them
+
+    std::vector<kvfold::CacheLayer> layers;
+    kvfold::NearPool                near;
+    kvfold::UbatchPlan              plan;  // of the micro-batch whose graph runs next (or ran last)
+
+    uint64_t fingerprint = 0;  // of the model, for state files
+
+    // Counters of kvfold_stats.
+    uint64_t folded_tokens = 0;
+    uint64_t folds         = 0;
+    uint64_t near_bytes    = 0;
+    uint64_t side_bytes    = 0;
+    uint64_t far_bytes     = 0;
+    uint64_t f16_bytes     = 0;
+
+    // Finishes the folds of `plan` in layers that an aborted graph did not reach. `cells` says which cells the abort removed.
+    void repair(const llama_kv_cells & cells);
+
+    // The cache that owns a root key tensor, and the layer; null for other tensors. (Attention is built from tensors alone.)
+    static kvfold_cache * find(const ggml_tensor * far_k, size_t & layer);
+    void                  publish();
+};

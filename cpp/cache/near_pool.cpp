@@ -1,0 +1,200 @@
+#include "cache/near_pool.h"
+
+#include <algorithm>
+
+#include "ggml.h"
+#include "ops/kv_ops.h"
+
+namespace kvfold {
+
+NearPool::NearPool(const Config & config, uint32_t n_cells) : config_(config), row_of_cell_(n_cells, -1), current_row_(n_cells, -1) {
+    cell_of_row_.assign(rows_needed(config), -1);
+    clear();
+}
+
+void NearPool::clear() {
+    std::fill(row_of_cell_.begin(), row_of_cell_.end(), -1);
+    std::fill(cell_of_row_.begin(), cell_of_row_.end(), -1);
+    free_rows_.resize(cell_of_row_.size());
+    for (size_t i = 0; i < free_rows_.size(); ++i) {
+        free_rows_[i] = int32_t(free_rows_.size() - 1 - i);  // lowest row first
+    }
+}
+
+void NearPool::release(uint32_t cell) {
+    const int32_t row = row_of_cell_[cell];
+    if (row >= 0) {
+        row_of_cell_[cell]        = -1;
+        cell_of_row_[size_t(row)] = -1;
+        free_rows_.push_back(row);
+    }
+}
+
+int32_t NearPool::assign(uint32_t cell) {
+    if (free_rows_.empty()) {
+        return -1;
+    }
+    const int32_t row = free_rows_.back();
+    free_rows_.pop_back();
+    row_of_cell_[cell]        = row;
+    cell_of_row_[size_t(row)] = int32_t(cell);
+    return row;
+}
+
+void NearPool::sweep(const llama_kv_cells & cells) {
+    for (size_t row = 0; row < cell_of_row_.size(); ++row) {
+        const int32_t cell = cell_of_row_[row];
+        if (cell >= 0 && cells.is_empty(uint32_t(cell))) {
+            release(uint32_t(cell));
+        }
+    }
+}
+
+uint32_t NearPool::count_used(const llama_kv_cells & cells) const {
+    return uint32_t(std::count_if(cell_of_row_.begin(), cell_of_row_.end(),
+                                  [&](int32_t cell) { return cell >= 0 && !cells.is_empty(uint32_t(cell)); }));
+}
+
+// A member has an exact row and is not a sink.
+bool NearPool::has_foldable(const llama_kv_cells & cells, uint32_t group_index) const {
+    for (uint32_t c = group_index * config_.group; c < (group_index + 1) * config_.group; ++c) {
+        if (!cells.is_empty(c) && cells.pos_get(c) >= llama_pos(config_.sinks) && (row_of_cell_[c] >= 0 || current_row_[c] >= 0)) {
+            return true;
+        }
+    }
+    return false;
+}
+
+// Every token of the group has left the tail of every sequence that owns it.
+bool NearPool::is_old(const llama_kv_cells & cells, uint32_t group_index) const {
+    for (uint32_t c = group_index * config_.group; c < (group_index + 1) * config_.group; ++c) {
+        if (cells.is_empty(c)) {
+            continue;
+        }
+        const llama_pos pos = cells.pos_get(c);
+        const llama_pos end = (pos / llama_pos(config_.group) + 1) * llama_pos(config_.group);
+        const auto &    own = cells.seq_get_all(c);
+        for (llama_seq_id s = 0; s < llama_seq_id(config_.n_seq_max); ++s) {
+            if (own.test(size_t(s)) && end > cells.seq_pos_max(s) + 1 - llama_pos(config_.tail)) {
+                return false;
+            }
+        }
+    }
+    return true;
+}
+
+llama_pos NearPool::last_pos(const llama_kv_cells & cells, uint32_t group_index) const {
+    llama_pos last = -1;
+    for (uint32_t c = group_index * config_.group; c < (group_index + 1) * config_.group; ++c) {
+        if (!cells.is_empty(c)) {
+            last = std::max(last, cells.pos_get(c));
+        }
+    }
+    return last;
+}
+
+void NearPool::add_to_plan(const llama_kv_cells & cells, uint32_t group_index, UbatchPlan & plan) {
+    plan.fold_entries.push_back(int32_t(group_index));
+    for (uint32_t c = group_index * config_.group; c < (group_index + 1) * config_.group; ++c) {
+        int32_t src = kSrcHidden;
+        if (!cells.is_empty(c)) {
+            const bool exact = current_row_[c] >= 0 || row_of_cell_[c] >= 0;
+            if (!exact) {
+                src = kSrcFar;  // folded before: the group was cut and has been filled up again
+            } else if (cells.pos_get(c) >= llama_pos(config_.sinks)) {
+                src = current_row_[c] >= 0 ? src_current(current_row_[c]) : row_of_cell_[c];
+            }
+        }
+        plan.fold_entries.push_back(src);
+    }
+    plan.n_groups += 1;
+}
+
+UbatchPlan NearPool::plan(const llama_kv_cells & cells, const std::vector<uint32_t> & own, const llama_kv_cells::seq_set_t & seqs,
+                          uint32_t n_kv) {
+    UbatchPlan plan;
+    plan.epoch = ++epoch_;
+    plan.cells = own;
+
+    sweep(cells);
+    for (size_t i = 0; i < own.size(); ++i) {
+        release(own[i]);  // the cell's former token may have had a row
+        current_row_[own[i]] = int32_t(i);
+    }
+
+    plan.cell_src.resize(n_kv);
+    for (uint32_t c = 0; c < n_kv; ++c) {
+        int32_t src = kSrcHidden;
+        if (!cells.is_empty(c) && (cells.seq_get_all(c) & seqs).any()) {
+            src = current_row_[c] >= 0 ? src_current(current_row_[c]) : row_of_cell_[c] >= 0 ? row_of_cell_[c] : kSrcFar;
+        }
+        plan.cell_src[c] = src;
+    }
+
+    // Groups with exact members.
+    std::vector<uint32_t> candidates;
+    for (int32_t cell : cell_of_row_) {
+        if (cell >= 0) {
+            candidates.push_back(uint32_t(cell) / config_.group);
+        }
+    }
+    for (uint32_t cell : own) {
+        candidates.push_back(cell / config_.group);
+    }
+    std::sort(candidates.begin(), candidates.end());
+    candidates.erase(std::unique(candidates.begin(), candidates.end()), candidates.end());
+
+    // Groups that may still be folded, should rows run short.
+    std::vector<uint32_t> young;
+    for (uint32_t g : candidates) {
+        if (has_foldable(cells, g)) {
+            if (is_old(cells, g)) {
+                add_to_plan(cells, g, plan);
+            } else {
+                young.push_back(g);
+            }
+        }
+    }
+
+    // Folded members give up their rows; rows of this micro-batch that were not folded take one.
+    std::vector<bool> folded(own.size(), false);
+    const size_t      stride    = 1 + config_.group;
+    size_t            n_unfolded = own.size();
+    const auto        settle    = [&](int32_t g) {
+        const int32_t * entry = &plan.fold_entries[size_t(g) * stride];
+        for (uint32_t j = 0; j < config_.group; ++j) {
+            if (src_is_current(entry[1 + j])) {
+                folded[size_t(src_current_row(entry[1 + j]))] = true;
+                n_unfolded -= 1;
+            } else if (entry[1 + j] >= 0) {
+                release(uint32_t(entry[0]) * config_.group + j);
+            }
+        }
+    };
+    for (int32_t g = 0; g < plan.n_groups; ++g) {
+        settle(g);
+    }
+
+    // In a fragmented cache a group can mix old and young tokens and hold rows for longer than the policy counts on. Then the
+    // oldest of the young groups are folded before their time: less exact for a while, but no request fails.
+    if (n_unfolded > free_rows_.size()) {
+        std::stable_sort(young.begin(), young.end(),
+                         [&](uint32_t a, uint32_t b) { return last_pos(cells, a) < last_pos(cells, b); });
+        for (size_t i = 0; i < young.size() && n_unfolded > free_rows_.size(); ++i) {
+            add_to_plan(cells, young[i], plan);
+            settle(plan.n_groups - 1);
+        }
+    }
+
+    plan.store_dst.assign(own.size(), -1);
+    for (size_t i = 0; i < own.size(); ++i) {
+        if (!folded[i]) {
+            plan.store_dst[i] = assign(own[i]);
+            GGML_ASSERT(plan.store_dst[i] >= 0);  // only sinks cannot be folded, and they have rows of their own
+        }
+        current_row_[own[i]] = -1;
+    }
+    return plan;
+}
+
+}  // namespace kvfold

@@ -1,0 +1,101 @@
+/* kvfold: FP4 KV caches for llama.cpp. The public C API.
+ *
+ * A context is a kvfold context when a configuration is active while llama_init_from_model() runs and both cache types are
+ * GGML_TYPE_NVFP4. The configuration comes from the calling thread's scope (kvfold_scope_push/pop) or, without one, from the
+ * process default (kvfold_set_default); llama.cpp's own structs do not change.
+ *
+ * Functions return false, or NULL, on failure and leave one sentence in kvfold_last_error(). Nothing here aborts.
+ */
+#ifndef KVFOLD_H
+#define KVFOLD_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#if defined(_WIN32) && !defined(__MINGW32__)
+#    define KVFOLD_API __declspec(dllexport)
+#else
+#    define KVFOLD_API __attribute__((visibility("default")))
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+struct llama_context;
+struct llama_model;
+
+#define KVFOLD_VERSION "0.1.0"
+
+enum kvfold_type {
+    KVFOLD_TYPE_NONE     = 0, /* not a kvfold cache */
+    KVFOLD_TYPE_FP4      = 1,
+    KVFOLD_TYPE_FP4_CSA2 = 2,
+};
+
+/* Type of the key/value rows of sliding-window layers, which kvfold never takes below 8 bits. */
+enum kvfold_swa_type {
+    KVFOLD_SWA_F16  = 0,
+    KVFOLD_SWA_Q8_0 = 1,
+};
+
+struct kvfold_config {
+    enum kvfold_type     type;
+    int32_t              group; /* tokens that share a summary key; 0: the type's default (fp4 32, fp4_csa2 4) */
+    int32_t              tail;  /* most recent tokens of a sequence that stay exact, >= 1 */
+    int32_t              sinks; /* first tokens of a sequence that stay exact, >= 0 */
+    enum kvfold_swa_type swa_type;
+};
+
+/* What a context's cache holds. Bytes are allocated bytes, everything included. */
+struct kvfold_stats {
+    struct kvfold_config config;
+    uint64_t             bytes;      /* far + side + near + swa */
+    uint64_t             f16_bytes;  /* what an f16 cache of the same context takes: K and V rows of n_ctx tokens (+ windows) */
+    uint64_t             far_bytes;  /* FP4 rows */
+    uint64_t             side_bytes; /* summaries, spreads, gains */
+    uint64_t             near_bytes; /* exact rows */
+    uint64_t             swa_bytes;  /* sliding-window layers */
+    uint32_t             n_cells;    /* physical cells: tokens that fit, plus room for partial groups */
+    uint32_t             tokens;     /* cells in use */
+    uint32_t             near_tokens;
+    uint64_t             folded_tokens; /* tokens folded since the context was made (counted again when folded again) */
+    uint64_t             folds;         /* groups folded */
+    char                 backend[64];   /* where attention runs, e.g. "CPU" or "CUDA0" */
+};
+
+KVFOLD_API const char * kvfold_version(void);
+
+/* The reason of the last failure on this thread; empty when there was none. Valid until the next call on this thread. */
+KVFOLD_API const char * kvfold_last_error(void);
+
+/* tail 128, sinks 4, the type's default group, f16 windows */
+KVFOLD_API struct kvfold_config kvfold_config_default(enum kvfold_type type);
+
+/* Sets one field from text. Keys: "type" (or "kv_type"), "group", "tail", "sinks", "swa_type". */
+KVFOLD_API bool kvfold_config_set(struct kvfold_config * config, const char * key, const char * value);
+
+/* Whether the configuration makes sense by itself. */
+KVFOLD_API bool kvfold_config_check(const struct kvfold_config * config);
+
+/* Whether a model can use it (head size, architecture). */
+KVFOLD_API bool kvfold_model_check(const struct kvfold_config * config, const struct llama_model * model);
+
+KVFOLD_API bool kvfold_scope_push(const struct kvfold_config * config);
+KVFOLD_API void kvfold_scope_pop(void);
+
+/* NULL or type NONE removes it. */
+KVFOLD_API bool kvfold_set_default(const struct kvfold_config * config);
+
+/* The configuration that a context made now by this thread would get; type NONE when there is none. */
+KVFOLD_API struct kvfold_config kvfold_active_config(void);
+
+/* False when the context has no kvfold cache. */
+KVFOLD_API bool kvfold_get_stats(const struct llama_context * ctx, struct kvfold_stats * stats);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

@@ -1,0 +1,62 @@
+// What every attention kernel is told, and the parts of it that all of them share.
+#pragma once
+
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+#include "ops/fp4_device.cuh"
+#include "ops/kv_ops.h"
+
+namespace kvfold {
+namespace device {
+
+constexpr float kLog2E = 1.4426950408889634f;
+
+// A score below every real one, finite so that differences of such scores are 0 and never NaN.
+constexpr float kNoScore = -1e30f;
+
+struct AttendParams {
+    const uint32_t * far_k;
+    const uint32_t * far_v;
+    const uint32_t * summary;
+    const half *     near_k;
+    const half *     near_v;
+    const float *    cur_k;
+    const float *    cur_v;
+    const int32_t *  cell_src;
+    const half *     mask;  // null: nothing masked
+    const float *    q;
+    const float *    sinks;  // null: none
+    float *          out;
+    float *          part;       // [n_split][n_q * n_head][head_dim]: partial sums, unnormalised
+    float2 *         part_ml;    // [n_split][n_q * n_head]: their maximum (base 2) and sum of weights
+    int64_t          cur_k_stride;
+    int64_t          cur_v_stride;
+    int64_t          mask_stride;
+    int64_t          q_stride_query;
+    int64_t          q_stride_head;
+    int32_t          n_head_kv;
+    int32_t          n_head;
+    int32_t          gqa;  // query heads a KV head
+    int32_t          n_q;
+    int32_t          n_kv;
+    int32_t          n_split;
+    int32_t          group_shift;  // log2 of the cells a group
+    float            q_scale;      // applied to queries when they become f16
+    float            score_scale;  // applied to q . k afterwards; the result is in base-2 units unless soft-capped
+    float            softcap;      // 0: none
+};
+
+// Final score, base 2, of a dot product in true units.
+__device__ __forceinline__ float finish_score(const AttendParams & p, float s) {
+    s *= p.score_scale;
+    if (p.softcap != 0.0f) {
+        // tanh(x) = 1 - 2 / (1 + e^2x): right in both limits, error of the order of f32 rounding of 1
+        s = kLog2E * p.softcap * (1.0f - __fdividef(2.0f, 1.0f + exp2_fast(2.0f * kLog2E / p.softcap * s)));
+    }
+    return s;
+}
+
+}  // namespace device
+}  // namespace kvfold

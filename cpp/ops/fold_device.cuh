@@ -1,0 +1,235 @@
+// Folding one group of one KV head by a thread block, to the bytes that fp4_codec.h prescribes.
+//
+// This file is compiled with and without fast-math flags (ggml's CUDA backend uses them), so whatever must round as the CPU
+// does is written as an instruction.
+#pragma once
+
+#include <cuda_fp16.h>
+
+#include "format/fp4_codec.h"
+#include "ops/kv_ops.h"
+
+namespace kvfold {
+namespace device {
+
+constexpr int kFoldThreads = 256;
+constexpr int kFoldLanes   = kFp4Candidates;  // threads that encode 16 channels together, one candidate scale each
+
+enum class FoldPart : int { keys = 0, values = 1 };
+
+struct FoldParams {
+    LayerMemory mem;
+    CurrentRows cur;
+    uint16_t *  spread;  // f16 [n_groups][n_head_kv]
+};
+
+// Dynamic shared memory of fold_group(): rows of the group, mean or decoded summary.
+inline size_t fold_shared_bytes(const LayerMemory & mem) { return size_t(mem.group + 1) * size_t(mem.head_dim) * sizeof(float); }
+
+__device__ __forceinline__ float mul_ieee(float a, float b) {
+    float r;
+    asm("mul.rn.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
+    return r;
+}
+__device__ __forceinline__ float add_ieee(float a, float b) {
+    float r;
+    asm("add.rn.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
+    return r;
+}
+__device__ __forceinline__ float fma_ieee(float a, float b, float c) {
+    float r;
+    asm("fma.rn.f32 %0, %1, %2, %3;" : "=f"(r) : "f"(a), "f"(b), "f"(c));
+    return r;
+}
+
+__device__ __forceinline__ float magnitude(int n) {
+    return n >= 2 ? __uint_as_float((uint32_t(n) << 22) + (126u << 23)) : 0.5f * float(n);
+}
+
+// fp4_scale_offset() without a table in memory: two more than the offsets, as nibbles.
+constexpr uint32_t kOffsets = 0x05836172u;
+__host__ __device__ constexpr int candidate_offset(int k) { return int(kOffsets >> (4 * k) & 0xFu) - 2; }
+static_assert(candidate_offset(0) == fp4_scale_offset(0) && candidate_offset(1) == fp4_scale_offset(1) &&
+                  candidate_offset(2) == fp4_scale_offset(2) && candidate_offset(3) == fp4_scale_offset(3) &&
+                  candidate_offset(4) == fp4_scale_offset(4) && candidate_offset(5) == fp4_scale_offset(5) &&
+                  candidate_offset(6) == fp4_scale_offset(6) && candidate_offset(7) == fp4_scale_offset(7),
+              "must follow the codec");
+
+// kFoldLanes neighbouring threads, lane 0..7 each, encode the same 16 channels x. Returns the scale byte (in all of them) and
+// in `byte` value byte number `lane`.
+__device__ __forceinline__ uint32_t encode_16(const float * x, int lane, uint32_t & byte) {
+    float    a[16];
+    uint32_t top = 0;  // of non-negative floats the greatest has the greatest bits
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+        a[i] = fabsf(x[i]);
+        top  = max(top, __float_as_uint(a[i]));
+    }
+    const int   c0   = scale_nearest(mul_ieee(__uint_as_float(top), 1.0f / 6.0f));
+    const int   code = min(max(c0 + candidate_offset(lane), 1), kScaleMax);
+    const float s = scale_decode(uint32_t(code)), r = __fdiv_rn(1.0f, s);
+    float       d[16];
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+        d[i] = fma_ieee(-magnitude(e2m1_index(mul_ieee(a[i], r))), s, a[i]);  // the product is exact
+    }
+    float e[8];
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+        e[j] = fma_ieee(d[j + 8], d[j + 8], mul_ieee(d[j], d[j]));
+    }
+    const float b0 = add_ieee(e[0], e[4]), b1 = add_ieee(e[1], e[5]), b2 = add_ieee(e[2], e[6]), b3 = add_ieee(e[3], e[7]);
+    uint32_t    error = __float_as_uint(add_ieee(add_ieee(b0, b2), add_ieee(b1, b3)));
+    uint32_t    best  = uint32_t(lane) << 8 | uint32_t(code);  // the first of equals wins
+#pragma unroll
+    for (int step = 1; step < kFoldLanes; step <<= 1) {
+        const uint32_t other_error = __shfl_xor_sync(~0u, error, step), other = __shfl_xor_sync(~0u, best, step);
+        if (other_error < error || (other_error == error && other < best)) {
+            error = other_error;
+            best  = other;
+        }
+    }
+    if (top == 0) {
+        byte = 0;
+        return 0;
+    }
+    const uint32_t chosen  = best & 0xFFu;
+    const float    inverse = __fdiv_rn(1.0f, scale_decode(chosen));
+    const float    lo = x[lane], hi = x[lane + 8];
+    byte = uint32_t(e2m1_index(mul_ieee(fabsf(lo), inverse))) | (__float_as_uint(lo) >> 28 & 8u) |
+           (uint32_t(e2m1_index(mul_ieee(fabsf(hi), inverse))) | (__float_as_uint(hi) >> 28 & 8u)) << 4;
+    return chosen;
+}
+
+__device__ __forceinline__ float decode_channel(const Fp4Block * row, int d) {
+    const Fp4Block & block = row[d / kFp4BlockValues];
+    const int        c = d % kFp4BlockValues, sub = c / kFp4ScaleGroup, i = c % kFp4ScaleGroup;
+    const uint32_t   byte = block.quant[8 * sub + (i & 7)];
+    return e2m1_decode(i < 8 ? byte & 0xFu : byte >> 4) * scale_decode(block.scale[sub]);
+}
+
+// Folds the keys or the values of one planned group of one head. `entry` is a plan entry in device memory. All threads of the
+// block call; the block has kFoldThreads threads.
+__device__ __forceinline__ void fold_group(const FoldParams & p, const int32_t * entry, int head, FoldPart part, float * shared) {
+    const LayerMemory & mem    = p.mem;
+    const int           dim    = mem.head_dim, m = mem.group, group = entry[0];
+    const int           blocks = dim / kFp4BlockValues;
+    const bool          keys   = part == FoldPart::keys;
+    float *             rows   = shared;            // [m][dim]
+    float *             mean   = shared + m * dim;  // [dim]; later the decoded summary
+    if (group < 0) {
+        return;
+    }
+    Fp4Block * far     = (keys ? mem.far_k : mem.far_v) + (int64_t(group) * m * mem.n_head_kv + head) * blocks;
+    Fp4Block * summary = reinterpret_cast<Fp4Block *>(mem.side) + (int64_t(group) * mem.n_head_kv + head) * blocks;
+    const int  cell_step = mem.n_head_kv * blocks;
+
+    int present = 0;
+    for (int j = 0; j < m; ++j) {
+        present += entry[1 + j] != kSrcHidden;
+    }
+    if (present == 0) {
+        return;
+    }
+    for (int i = threadIdx.x; i < m * dim; i += kFoldThreads) {
+        const int j = i / dim, d = i % dim, src = entry[1 + j];
+        float     x = 0.0f;
+        if (src >= 0) {
+            x = __half2float(__ushort_as_half((keys ? mem.near_k : mem.near_v)[(int64_t(src) * mem.n_head_kv + head) * dim + d]));
+        } else if (src <= kSrcCurrentBase) {
+            const int64_t row = kSrcCurrentBase - src;
+            x                 = keys ? p.cur.k[row * p.cur.k_stride + head * dim + d] : p.cur.v[row * p.cur.v_stride + head * dim + d];
+        } else if (src == kSrcFar) {
+            x = decode_channel(far + j * cell_step, d);
+            if (keys) {
+                x = add_ieee(x, decode_channel(summary, d));
+            }
+        }
+        rows[i] = x;
+    }
+    __syncthreads();
+
+    const int lane = threadIdx.x % kFoldLanes, team = threadIdx.x / kFoldLanes;
+    constexpr int teams = kFoldThreads / kFoldLanes;
+    if (keys) {
+        const float inverse = __fdiv_rn(1.0f, float(present));
+        float       squares = 0.0f;
+        for (int d = threadIdx.x; d < dim; d += kFoldThreads) {
+            float sum = 0.0f;
+            for (int j = 0; j < m; ++j) {
+                if (entry[1 + j] != kSrcHidden) {
+                    sum = add_ieee(sum, rows[j * dim + d]);
+                }
+            }
+            const float mu = mul_ieee(sum, inverse);
+            mean[d]        = mu;
+            for (int j = 0; j < m; ++j) {
+                if (entry[1 + j] != kSrcHidden) {
+                    const float x = rows[j * dim + d] - mu;
+                    squares += x * x;
+                }
+            }
+        }
+        __shared__ float warp_squares[kFoldThreads / 32];
+        for (int step = 16; step > 0; step >>= 1) {
+            squares += __shfl_xor_sync(~0u, squares, step);
+        }
+        if (threadIdx.x % 32 == 0) {
+            warp_squares[threadIdx.x / 32] = squares;
+        }
+        __syncthreads();
+        if (threadIdx.x == 0) {
+            float total = 0.0f;
+            for (float x : warp_squares) {
+                total += x;
+            }
+            p.spread[int64_t(group) * mem.n_head_kv + head] = f16_encode(fminf(total / (float(present) * float(dim)), 65504.0f));
+        }
+        // the summary replaces the mean by what it decodes to
+        for (int sub = team; sub < (dim / kFp4ScaleGroup + teams - 1) / teams * teams; sub += teams) {
+            const bool     real = sub < dim / kFp4ScaleGroup;  // shuffles want whole warps
+            const int      at   = real ? sub : 0;
+            uint32_t       byte;
+            const uint32_t scale = encode_16(mean + at * kFp4ScaleGroup, lane, byte);
+            __syncwarp();
+            if (real) {
+                Fp4Block & to                 = summary[sub / 4];
+                to.quant[8 * (sub % 4) + lane] = uint8_t(byte);
+                if (lane == 0) {
+                    to.scale[sub % 4] = uint8_t(scale);
+                }
+            }
+            const float s = scale_decode(scale);
+            const float lo = e2m1_decode(byte & 0xFu) * s, hi = e2m1_decode(byte >> 4) * s;
+            if (real) {
+                rows[m * dim + sub * kFp4ScaleGroup + lane]     = lo;
+                rows[m * dim + sub * kFp4ScaleGroup + lane + 8] = hi;
+            }
+        }
+        __syncthreads();
+        for (int i = threadIdx.x; i < m * dim; i += kFoldThreads) {
+            rows[i] = add_ieee(rows[i], -mean[i % dim]);
+        }
+        __syncthreads();
+    }
+
+    const int subs = dim / kFp4ScaleGroup, items = m * subs;
+    for (int item = team; item < (items + teams - 1) / teams * teams; item += teams) {
+        const bool     real = item < items;
+        const int      j = real ? item / subs : 0, sub = real ? item % subs : 0;
+        uint32_t       byte;
+        const uint32_t scale = encode_16(rows + j * dim + sub * kFp4ScaleGroup, lane, byte);
+        if (real) {
+            const bool absent              = entry[1 + j] == kSrcHidden;
+            Fp4Block & to                  = far[j * cell_step + sub / 4];
+            to.quant[8 * (sub % 4) + lane] = absent ? 0 : uint8_t(byte);
+            if (lane == 0) {
+                to.scale[sub % 4] = absent ? 0 : uint8_t(scale);
+            }
+        }
+    }
+    __syncthreads();  // the shared rows may be used again
+}
+
+}  // namespace device
+}  // namespace kvfold

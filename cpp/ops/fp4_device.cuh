@@ -1,0 +1,83 @@
+// Reading FP4 rows in kernels, and the tensor-core instructions that consume them.
+//
+// A 32-bit word of a row holds 8 channels of one 16-channel sub-block: with `base` = 16 * sub-block + 4 * (word & 1),
+// byte j has channel base + j in its low and base + 8 + j in its high nibble. Shifted left by 0, 4, 8 or 12 the word has
+// in the top nibbles of its two 16-bit lanes the channels
+//     0: base + 9, base + 11     4: base + 1, base + 3     8: base + 8, base + 10     12: base + 0, base + 2
+// and fp4_pair() turns those into two halves by moving the sign to bit 15 and the other bits to 11..9, which is the
+// value times 2^-14, exactly. A scale byte t is half_bits(t << 7) * 2^-8, so the product of the two halves is the decoded
+// value times kFp4Unit. It is exact for scales from 2^-13 up; below, it is rounded in steps of 2^-18 (decoded: 2^-18 * 2^-6
+// = 2^-24 is the smallest half).
+#pragma once
+
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+#include "format/fp4_block.h"
+
+namespace kvfold {
+namespace device {
+
+constexpr float kFp4Unit    = 0x1p-6f;  // what a decoded half carries
+constexpr float kFp4Inverse = 0x1p+6f;
+constexpr int   kBlockWords = sizeof(Fp4Block) / 4;  // one word of scales, eight of values
+
+// Volatile, so that the loads of a tile stay where they are written: ahead of the arithmetic, but no further.
+__device__ __forceinline__ uint32_t load_word(const uint32_t * p) {
+    uint32_t r;
+    asm volatile("ld.global.nc.b32 %0, [%1];" : "=r"(r) : "l"(p));
+    return r;
+}
+
+__device__ __forceinline__ uint32_t fp4_pair(uint32_t x) { return (x & 0x80008000u) | ((x >> 3) & 0x0E000E00u); }
+
+// Scale byte in the low 8 bits (the rest is ignored) -> the same half twice.
+__device__ __forceinline__ uint32_t scale_pair(uint32_t t) { return (t & 0xFFu) * 0x00800080u; }
+
+__device__ __forceinline__ uint32_t mul_half2(uint32_t a, uint32_t b) {
+    uint32_t r;
+    asm("mul.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+    return r;
+}
+
+__device__ __forceinline__ uint32_t pack_half2(float lo, float hi) {
+    const half2 h = __floats2half2_rn(lo, hi);
+    return *reinterpret_cast<const uint32_t *>(&h);
+}
+
+// Lane l holds row l/4, columns 2(l%4) and 2(l%4)+1 of an 8x8 matrix of halves; afterwards of its transpose.
+__device__ __forceinline__ uint32_t transpose_8x8(uint32_t a) {
+    uint32_t r;
+    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(a));
+    return r;
+}
+
+// c (16x8, f32) += a (16x16) * b (16x8). With l = lane: r = l/4, t = l%4,
+//   a0: row r, k 2t,2t+1   a1: row r+8, k 2t,2t+1   a2: row r, k 2t+8,2t+9   a3: row r+8, k 2t+8,2t+9
+//   b0: k 2t,2t+1, column r   b1: k 2t+8,2t+9, column r     c0,c1: row r, columns 2t,2t+1   c2,c3: row r+8
+__device__ __forceinline__ void mma_16x8x16(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
+                                            uint32_t b1) {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                 : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+#else  // Turing has the half of it
+    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                 : "r"(a0), "r"(a1), "r"(b0));
+    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                 : "r"(a2), "r"(a3), "r"(b1));
+#endif
+}
+
+// 2^x with results below 2^-126 flushed, whatever the compiler's math flags.
+__device__ __forceinline__ float exp2_fast(float x) {
+    float r;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+    return r;
+}
+
+}  // namespace device
+}  // namespace kvfold

@@ -1,0 +1,135 @@
+// The operations of a kvfold cache, as plain functions over raw memory.
+//
+// Nothing here knows ggml: `cpp/ops/cpu_backend.cpp` unpacks graph nodes into these structs for the CPU and
+// `cpp/ops/cuda_backend.cu` does the same for CUDA, so that tests and benchmarks can call an operation directly.
+//
+// Vocabulary (see docs/design.md): a *cell* holds one token; `group` consecutive cells form a *group*; a cell's row is
+// *near* (exact, f16, in the near pool), *current* (exact, f32, born in the running micro-batch) or *far* (FP4: keys as
+// the difference to their group's summary key, values as they are).
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "format/fp4_block.h"
+
+namespace kvfold {
+
+// Where the row of a cell is read from. Used by `cell_src` (attention) and by the fold plan.
+//   >= 0                  row of the near pool
+//   kSrcFar               the far tier (in a fold plan: the cell's own decoded far row, when a group is folded again)
+//   kSrcHidden            no query of this micro-batch sees the cell / the group has no such member. Its memory may hold
+//                         anything, NaN included, and must not reach a result.
+//   <= kSrcCurrentBase    row (kSrcCurrentBase - src) of the micro-batch
+constexpr int32_t kSrcFar         = -1;
+constexpr int32_t kSrcHidden      = -2;
+constexpr int32_t kSrcCurrentBase = -3;
+
+constexpr int32_t src_current(int32_t row) { return kSrcCurrentBase - row; }
+constexpr bool    src_is_current(int32_t src) { return src <= kSrcCurrentBase; }
+constexpr int32_t src_current_row(int32_t src) { return kSrcCurrentBase - src; }
+
+// Byte offsets inside a layer's *side* memory, which holds what belongs to groups rather than to cells:
+//   summaries  fp4_block [n_groups][n_head_kv][head_dim / 64]   decoded: the group's summary key
+//   spread     f16       [n_groups][n_head_kv]                  mean over channels of the variance of the group's keys
+//   epoch      i32                                              number of the last plan whose fold and store both ran here;
+//                                                               written by the backends, read after an aborted graph
+struct SideLayout {
+    size_t summary_row_bytes;  // one group
+    size_t spread_offset;
+    size_t epoch_offset;
+    size_t bytes;
+};
+
+constexpr SideLayout side_layout(int32_t n_head_kv, int32_t head_dim, int32_t n_groups) {
+    SideLayout l{};
+    l.summary_row_bytes = size_t(n_head_kv) * size_t(head_dim / kFp4BlockValues) * sizeof(Fp4Block);
+    l.spread_offset     = l.summary_row_bytes * size_t(n_groups);
+    l.epoch_offset      = (l.spread_offset + size_t(n_groups) * size_t(n_head_kv) * 2 + 3) / 4 * 4;
+    l.bytes             = l.epoch_offset + sizeof(int32_t);
+    return l;
+}
+
+// One layer's persistent memory. Rows are contiguous: [n_head_kv][head_dim].
+struct LayerMemory {
+    int32_t    n_head_kv;
+    int32_t    head_dim;   // 64, 128 or 256
+    int32_t    group;      // m: 2, 4, 8, 16 or 32 cells a group
+    int32_t    n_cells;    // a multiple of `group`
+    int32_t    n_near;     // rows of the near pool
+    Fp4Block * far_k;      // [n_cells][n_head_kv][head_dim/64]
+    Fp4Block * far_v;
+    uint8_t *  side;       // SideLayout for n_cells / group groups
+    uint16_t * near_k;     // f16 [n_near][n_head_kv][head_dim]
+    uint16_t * near_v;
+};
+
+// The micro-batch's own rows, f32; row r of head h starts at base + r*row_stride + h*head_dim (strides in floats).
+struct CurrentRows {
+    const float * k;
+    const float * v;
+    int64_t       k_stride;
+    int64_t       v_stride;
+    int32_t       n_rows;
+};
+
+// How an operation runs on several threads: every thread calls the function with its own `ith`.
+struct Threads {
+    int ith;
+    int nth;
+    void (*barrier)(void * arg);  // all `nth` threads; must not be null when nth > 1
+    void * barrier_arg;
+    void * scratch;               // shared by all threads, 64-byte aligned, as large as NAME_scratch() asks
+    size_t scratch_bytes;
+};
+
+// kv_store: current rows that stay near are written to the near pool as f16.
+//   dst  [n_rows]  near row of each current row, or a negative number for "not stored"
+struct StoreArgs {
+    LayerMemory     mem;
+    CurrentRows     cur;
+    const int32_t * dst;
+};
+void kv_store(const StoreArgs & a, const Threads & t);
+
+// kv_fold: planned groups are encoded into the far tier (summary, spread, key differences, values).
+//   plan [n_groups][1 + group]   group index, then the source of each member (kSrcHidden: no such member)
+// For every planned group and KV head, in this order, in f32:
+//   1. mean over the n present members, in member order (sum, then times 1.0f / n); summary = fp4(mean); S = decode(summary)
+//   2. spread = f16( mean over channels of (1/n) sum over members (key - mean)^2 )
+//   3. far_k[member] = fp4(key - S), far_v[member] = fp4(value); absent members get zero bytes
+// A far source is read (decoded with the *old* summary) before anything of its group is written.
+struct FoldArgs {
+    LayerMemory     mem;
+    CurrentRows     cur;
+    const int32_t * plan;
+    int32_t         n_groups;
+};
+size_t kv_fold_scratch(const FoldArgs & a, int nth);
+void   kv_fold(const FoldArgs & a, const Threads & t);
+
+// kv_attend: softmax attention of n_q queries over n_kv cells, dense.
+//   score(q, cell) = cap(scale * q . k) + mask, cap(x) = softcap * tanh(x / softcap) when softcap != 0
+//   sinks: a per-head logit that joins the softmax denominator and has no value (attention-sink tensors, gpt-oss)
+// A query that sees no cell gets zeros. All arithmetic in f32; far rows are exactly summary + difference.
+struct AttendArgs {
+    LayerMemory      mem;
+    CurrentRows      cur;
+    const int32_t *  cell_src;      // [n_kv]
+    int32_t          n_kv;          // <= mem.n_cells
+    const float *    q;             // f32; element (d, query i, head h) at q + i*q_stride_query + h*q_stride_head + d
+    int64_t          q_stride_query;
+    int64_t          q_stride_head;
+    int32_t          n_q;
+    int32_t          n_head;        // a multiple of n_head_kv; head h uses KV head h / (n_head / n_head_kv)
+    const uint16_t * mask;          // f16 0 or -inf (other values are added); [n_q][mask_stride] or null
+    int64_t          mask_stride;   // in elements
+    const float *    sinks;         // [n_head] or null
+    float            scale;
+    float            softcap;       // 0: none
+    float *          out;           // f32 [n_q][n_head][head_dim]
+};
+size_t kv_attend_scratch(const AttendArgs & a, int nth);
+void   kv_attend(const AttendArgs & a, const Threads & t);
+
+}  // namespace kvfold

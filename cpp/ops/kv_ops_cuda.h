@@ -1,0 +1,46 @@
+// CUDA twins of the operations in kv_ops.h: the same arguments with device pointers, queued on a stream.
+//
+// Nothing here allocates, synchronises or reads device memory from the host, so every call can be captured in a CUDA
+// graph. What a call launches depends only on shapes; counts that change from step to step are read on the device.
+// A launch that fails shows in cudaGetLastError().
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "ops/kv_ops.h"
+
+namespace kvfold {
+
+// What a launch is fitted to.
+struct CudaDevice {
+    int n_sm;  // multiprocessors
+    int arch;  // compute capability, 10 * major + minor; at least 75
+};
+
+// Can these shapes be run? Null when yes, else what is not possible.
+const char * kv_ops_cuda_refusal(int32_t n_head_kv, int32_t head_dim, int32_t group, int32_t n_head);
+
+// kv_attend. Scores are computed from f16 queries and exactly decoded rows with f32 accumulation; weights are rounded
+// to f16 before they meet the values. `scratch` is 256-byte aligned and as large as kv_attend_cuda_scratch() says.
+size_t kv_attend_cuda_scratch(const AttendArgs & a, const CudaDevice & device);
+void   kv_attend_cuda(const AttendArgs & a, const CudaDevice & device, void * scratch, cudaStream_t stream);
+
+// kv_fold: `a.n_groups` is the capacity of the plan; how many entries are real is read from `n_real` (device memory) when
+// it is not null. The bytes written equal those of the CPU.
+void kv_fold_cuda(const FoldArgs & a, const int32_t * n_real, cudaStream_t stream);
+
+// Where the number of a plan that has been carried out is copied from and to (device memory); null: nowhere.
+struct Epoch {
+    const int32_t * from;
+    int32_t *       to;
+};
+
+// kv_store. Of `a.mem`, the far tier and the side memory are not used.
+void kv_store_cuda(const StoreArgs & a, const Epoch & epoch, cudaStream_t stream);
+
+// kv_fold and then kv_store of the same layer and micro-batch in one launch. Worth it when there is little to do
+// (decoding): heads are independent, so one block does both for its head.
+void kv_commit_cuda(const FoldArgs & fold, const int32_t * n_real, const StoreArgs & store, const Epoch & epoch,
+                    cudaStream_t stream);
+
+}  // namespace kvfold
