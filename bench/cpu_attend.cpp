@@ -1,7 +1,7 @@
 // Checks and times the CPU operations of a kvfold cache without a model.
 //
 //     cpu_attend check              random small layers against a plain double-precision reference; exit 1 on a mismatch
-//     cpu_attend time [threads]     attention and folding at the shapes of real models
+//     cpu_attend time [threads [what]]   decode, batch, prefill, fold at the shapes of real models
 //
 // Built by hand or by CMake (KVFOLD_BENCH):
 //     g++ -O3 -march=native -std=c++17 -Icpp bench/cpu_attend.cpp cpp/format/fp4_codec.cpp cpp/ops/kv_*.cpp -lpthread
@@ -13,6 +13,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <ctime>
 #include <functional>
 #include <limits>
 #include <memory>
@@ -68,8 +69,15 @@ Scratch scratch_memory(size_t bytes) {
     return p;
 }
 
-// Runs `op` `repeats` times on `nth` threads; returns seconds per run.
-double run(int nth, size_t scratch_bytes, int repeats, const std::function<void(const Threads &)> & op) {
+// Seconds per run: on the clock, and of processor time over all threads (which a busy machine disturbs less).
+struct Times {
+    double wall, cpu;
+};
+
+double cpu_seconds() { return double(std::clock()) / CLOCKS_PER_SEC; }
+
+// Runs `op` `repeats` times on `nth` threads.
+Times run(int nth, size_t scratch_bytes, int repeats, const std::function<void(const Threads &)> & op) {
     const Scratch scratch = scratch_memory(scratch_bytes);
     Barrier       barrier(nth);
     const auto    body = [&](int ith) {
@@ -78,6 +86,7 @@ double run(int nth, size_t scratch_bytes, int repeats, const std::function<void(
             barrier.wait();
         }
     };
+    const double             cpu   = cpu_seconds();
     const auto               start = std::chrono::steady_clock::now();
     std::vector<std::thread> threads;
     for (int i = 1; i < nth; ++i) {
@@ -87,7 +96,8 @@ double run(int nth, size_t scratch_bytes, int repeats, const std::function<void(
     for (auto & thread : threads) {
         thread.join();
     }
-    return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count() / repeats;
+    const std::chrono::duration<double> wall = std::chrono::steady_clock::now() - start;
+    return {wall.count() / repeats, (cpu_seconds() - cpu) / repeats};
 }
 
 // --- a layer ---------------------------------------------------------------------------------------------------------
@@ -401,18 +411,20 @@ void time_attend(std::mt19937 & rng, const char * name, Dims d, int32_t n_past, 
     a.scale          = 1.0f / std::sqrt(float(d.head_dim));
     a.out            = out.data();
 
-    const double estimate = run(nth, kv_attend_scratch(a, nth), 1, [&](const Threads & t) { kv_attend(a, t); });
-    const int    repeats  = std::clamp(int(0.3 / estimate), 1, 300);
-    double       best     = 1e9;
+    const auto  op       = [&](const Threads & t) { kv_attend(a, t); };
+    const Times estimate = run(nth, kv_attend_scratch(a, nth), 1, op);
+    const int   repeats  = std::clamp(int(0.3 / estimate.wall), 1, 300);
+    Times       best{1e9, 1e9};
     for (int i = 0; i < 3; ++i) {
-        best =
-            std::min(best, run(nth, kv_attend_scratch(a, nth), repeats, [&](const Threads & t) { kv_attend(a, t); }));
+        const Times now = run(nth, kv_attend_scratch(a, nth), repeats, op);
+        best            = {std::min(best.wall, now.wall), std::min(best.cpu, now.cpu)};
     }
     const double bytes = double(n_past) * double(row) / 64 * 36 * (2 + 1.0 / d.group);
     const double flops = 4.0 * double(d.n_head) * d.head_dim * n_q * (n_past + 0.5 * n_q);
-    std::printf("%-10s %2d/%d x %d group %d past %5d n_q %3d: %9.1f us a layer, %6.2f GB/s, %6.1f Gflop/s\n", name,
-                d.n_head, d.n_head_kv, d.head_dim, d.group, n_past, n_q, best * 1e6, bytes / best * 1e-9,
-                flops / best * 1e-9);
+    std::printf("%-8s %2d/%d x %3d group %d past %5d n_q %3d: %9.1f us a layer, %6.2f GB/s, %6.1f Gflop/s; "
+                "processor time %9.1f us\n",
+                name, d.n_head, d.n_head_kv, d.head_dim, d.group, n_past, n_q, best.wall * 1e6,
+                bytes / best.wall * 1e-9, flops / best.wall * 1e-9, best.cpu * 1e6);
 }
 
 void time_fold(std::mt19937 & rng, Dims d, int32_t tokens, int nth) {
@@ -428,27 +440,34 @@ void time_fold(std::mt19937 & rng, Dims d, int32_t tokens, int nth) {
     }
     const FoldArgs a{
         layer.mem, {cur.data(), cur.data(), int64_t(row), int64_t(row), tokens}, plan.data(), tokens / d.group};
-    const double seconds = run(nth, kv_fold_scratch(a, nth), 20, [&](const Threads & t) { kv_fold(a, t); });
-    std::printf("%-10s    %d x %d group %d: %.2f us a token and layer\n", "fold", d.n_head_kv, d.head_dim, d.group,
-                seconds * 1e6 / tokens);
+    const Times times = run(nth, kv_fold_scratch(a, nth), 20, [&](const Threads & t) { kv_fold(a, t); });
+    std::printf("%-10s    %d x %d group %d: %.2f us a token and layer, processor time %.2f us\n", "fold", d.n_head_kv,
+                d.head_dim, d.group, times.wall * 1e6 / tokens, times.cpu * 1e6 / tokens);
 }
 
-void time_all(int nth) {
+void time_all(int nth, const std::string & only) {
     std::mt19937 rng(3);
     const Dims   small{9, 3, 64, 4};    // SmolLM2-135M
     const Dims   large{32, 8, 128, 4};  // 8B class
+    const auto   attend = [&](const char * name, Dims d, int32_t past, int32_t n_q) {
+        if (std::string(name).find(only) != std::string::npos) {
+            time_attend(rng, name, d, past, n_q, nth);
+        }
+    };
     for (const int32_t past : {1024, 8192}) {
-        time_attend(rng, "decode", small, past, 1, nth);
-        time_attend(rng, "decode", large, past, 1, nth);
+        attend("decode", small, past, 1);
+        attend("decode", large, past, 1);
     }
-    time_attend(rng, "batch", small, 8192, 4, nth);
-    time_attend(rng, "batch", small, 8192, 16, nth);
-    time_attend(rng, "prefill", small, 0, 512, nth);
-    time_attend(rng, "prefill", small, 8192, 512, nth);
-    time_attend(rng, "prefill", large, 8192, 128, nth);
-    time_attend(rng, "prefill", Dims{4, 1, 256, 4}, 8192, 128, nth);
-    time_fold(rng, small, 512, nth);
-    time_fold(rng, large, 512, nth);
+    attend("batch", small, 8192, 4);
+    attend("batch", small, 8192, 16);
+    attend("prefill", small, 0, 512);
+    attend("prefill", small, 8192, 512);
+    attend("prefill", large, 8192, 128);
+    attend("prefill", Dims{4, 1, 256, 4}, 8192, 128);
+    if (std::string("fold").find(only) != std::string::npos) {
+        time_fold(rng, small, 512, nth);
+        time_fold(rng, large, 512, nth);
+    }
 }
 
 }  // namespace
@@ -459,9 +478,10 @@ int main(int argc, char ** argv) {
         return check_all() ? 0 : 1;
     }
     if (command == "time") {
-        time_all(argc > 2 ? std::max(1, std::atoi(argv[2])) : int(std::thread::hardware_concurrency()));
+        time_all(argc > 2 ? std::max(1, std::atoi(argv[2])) : int(std::thread::hardware_concurrency()),
+                 argc > 3 ? argv[3] : "");
         return 0;
     }
-    std::fprintf(stderr, "usage: cpu_attend check | time [threads]\n");
+    std::fprintf(stderr, "usage: cpu_attend check | time [threads [decode|batch|prefill|fold]]\n");
     return 1;
 }

@@ -242,65 +242,93 @@ View look(const Task & t, int32_t tile) {
     return view;
 }
 
+// Where a tile's rows go: channels d .. d+15 at row + d / 16 * stride.
+template <int DIM, typename Source>
+inline void copy_row(const Source * from, float * row, int64_t stride) {
+    for (int i = 0; i < DIM / 16; ++i) {
+        store_16(row + i * stride, load_16(from + 16 * i));
+    }
+}
+
+template <int DIM>
+inline void clear_row(float * row, int64_t stride) {
+    for (int i = 0; i < DIM / 16; ++i) {
+        memset(row + i * stride, 0, 16 * sizeof(float));
+    }
+}
+
+template <int DIM>
+inline void decode_row(const Fp4Block * from, float * row, int64_t stride) {
+#pragma GCC unroll 16
+    for (int i = 0; i < DIM / 16; ++i) {
+        const Fp4Block & block = from[i / 4];
+        store_16(row + i * stride, decode_16(block.scale[i % 4], block.quant + i % 4 * 8));
+    }
+}
+
+template <int DIM>
+inline void decode_key(const Fp4Block * from, const float * summary, float * row) {
+#pragma GCC unroll 16
+    for (int i = 0; i < DIM / 16; ++i) {
+        const Fp4Block & block = from[i / 4];
+        const V16        diff  = decode_16(block.scale[i % 4], block.quant + i % 4 * 8);
+        store_16(row + 16 * i, add_16(load_16(summary + 16 * i), diff));
+    }
+}
+
+// Rows of one KV head lie n_head_kv rows apart, which hardware does not foresee.
+inline void prefetch_row(const Fp4Block * row, int64_t blocks) {
+    const char * p = reinterpret_cast<const char *>(row);
+    for (int64_t at = 0; at < blocks * int64_t(sizeof(Fp4Block)); at += int64_t(kLine)) {
+        __builtin_prefetch(p + at);
+    }
+    __builtin_prefetch(p + blocks * int64_t(sizeof(Fp4Block)) - 1);
+}
+
 // Decodes the visible cells of a tile into `keys` and `values`.
 template <int DIM>
 void load_tile(const Task & t, const View & view, int32_t tile, int32_t head) {
-    const AttendArgs &  a        = t.a;
-    const LayerMemory & mem      = a.mem;
-    constexpr int64_t   blocks   = DIM / kFp4BlockValues;
-    const int64_t       heads    = mem.n_head_kv;
-    const int64_t       near_row = heads * DIM;
-    const auto *        sums     = reinterpret_cast<const Fp4Block *>(mem.side);
-    int64_t             group    = -1;  // whose summary is decoded
-    constexpr int64_t   v_panel  = panel_floats(kTile);
+    const AttendArgs &  a       = t.a;
+    const LayerMemory & mem     = a.mem;
+    constexpr int64_t   blocks  = DIM / kFp4BlockValues;
+    constexpr int64_t   v_panel = panel_floats(kTile);
+    constexpr int64_t   ahead   = 8;  // cells
+    const int64_t       heads   = mem.n_head_kv;
+    const auto *        sums    = reinterpret_cast<const Fp4Block *>(mem.side);
+    int64_t             group   = -1;  // whose summary is decoded
 
     for (int32_t c0 = 0; c0 < kTile; c0 += 8) {
-        for (int32_t j = 0; j < 8; ++j) {
-            const int32_t c     = c0 + j;
-            float *       key   = t.eight + j * DIM;
-            float *       value = t.values + c * kPanel;
+        for (int32_t c = c0; c < c0 + 8; ++c) {
+            float * key   = t.eight + (c - c0) * DIM;
+            float * value = t.values + c * kPanel;
             if (view.seen[c] == 0) {
-                memset(key, 0, DIM * sizeof(float));
-                for (int d = 0; d < DIM; d += 16) {
-                    memset(value + d / 16 * v_panel, 0, 16 * sizeof(float));
-                }
+                clear_row<DIM>(key, 16);
+                clear_row<DIM>(value, v_panel);
                 continue;
             }
             const int64_t cell = int64_t(tile) * kTile + c;
             const int32_t src  = a.cell_src[cell];
             if (src == kSrcFar) {
                 if (cell / mem.group != group) {
-                    group                   = cell / mem.group;
-                    const Fp4Block * source = sums + (group * heads + head) * blocks;
-                    for (int d = 0; d < DIM; d += 16) {
-                        store_16(t.summary + d,
-                                 decode_16(source[d / 64].scale[d / 16 % 4], source[d / 64].quant + d % 64 / 2));
-                    }
+                    group                 = cell / mem.group;
+                    const Fp4Block * from = sums + (group * heads + head) * blocks;
+                    prefetch_row(from + ((ahead + mem.group - 1) / mem.group) * heads * blocks, blocks);
+                    decode_row<DIM>(from, t.summary, 16);
                 }
                 const Fp4Block * far_k = mem.far_k + (cell * heads + head) * blocks;
                 const Fp4Block * far_v = mem.far_v + (cell * heads + head) * blocks;
-                for (int d = 0; d < DIM; d += 16) {
-                    const Fp4Block & k = far_k[d / 64];
-                    const Fp4Block & v = far_v[d / 64];
-                    store_16(key + d,
-                             add_16(load_16(t.summary + d), decode_16(k.scale[d / 16 % 4], k.quant + d % 64 / 2)));
-                    store_16(value + d / 16 * v_panel, decode_16(v.scale[d / 16 % 4], v.quant + d % 64 / 2));
-                }
+                prefetch_row(far_k + ahead * heads * blocks, blocks);
+                prefetch_row(far_v + ahead * heads * blocks, blocks);
+                decode_key<DIM>(far_k, t.summary, key);
+                decode_row<DIM>(far_v, value, v_panel);
             } else if (src_is_current(src)) {
-                const int64_t row   = src_current_row(src);
-                const float * cur_k = a.cur.k + row * a.cur.k_stride + int64_t(head) * DIM;
-                const float * cur_v = a.cur.v + row * a.cur.v_stride + int64_t(head) * DIM;
-                for (int d = 0; d < DIM; d += 16) {
-                    store_16(key + d, load_16(cur_k + d));
-                    store_16(value + d / 16 * v_panel, load_16(cur_v + d));
-                }
+                const int64_t row = src_current_row(src);
+                copy_row<DIM>(a.cur.k + row * a.cur.k_stride + int64_t(head) * DIM, key, 16);
+                copy_row<DIM>(a.cur.v + row * a.cur.v_stride + int64_t(head) * DIM, value, v_panel);
             } else {
-                const uint16_t * near_k = mem.near_k + src * near_row + int64_t(head) * DIM;
-                const uint16_t * near_v = mem.near_v + src * near_row + int64_t(head) * DIM;
-                for (int d = 0; d < DIM; d += 16) {
-                    store_16(key + d, load_16(near_k + d));
-                    store_16(value + d / 16 * v_panel, load_16(near_v + d));
-                }
+                const int64_t at = (src * heads + head) * DIM;
+                copy_row<DIM>(mem.near_k + at, key, 16);
+                copy_row<DIM>(mem.near_v + at, value, v_panel);
             }
         }
         float * panel = t.keys + c0 / kPanel * panel_floats(DIM) + c0 % kPanel;
@@ -308,24 +336,6 @@ void load_tile(const Task & t, const View & view, int32_t tile, int32_t head) {
             transpose_8x8(t.eight + d, DIM, panel + d * kPanel, kPanel);
         }
     }
-}
-
-// Asks for the far rows of a tile, the h-th of `heads` parts, while the tile before is worked on.
-void prefetch(const Task & t, int32_t tile, int32_t h) {
-#if defined(__GNUC__)
-    const LayerMemory & mem   = t.a.mem;
-    const size_t        row   = size_t(mem.n_head_kv) * size_t(mem.head_dim / kFp4BlockValues) * sizeof(Fp4Block);
-    const size_t        first = size_t(tile) * kTile * row;
-    const size_t        bytes = size_t(std::min(kTile, mem.n_cells - tile * kTile)) * row;
-    const size_t        begin = bytes * size_t(h) / size_t(t.shape.heads);
-    const size_t        end   = bytes * size_t(h + 1) / size_t(t.shape.heads);
-    const uint8_t *     far_k = reinterpret_cast<const uint8_t *>(mem.far_k) + first;
-    const uint8_t *     far_v = reinterpret_cast<const uint8_t *>(mem.far_v) + first;
-    for (size_t at = begin; at < end; at += kLine) {
-        __builtin_prefetch(far_k + at);
-        __builtin_prefetch(far_v + at);
-    }
-#endif
 }
 
 // --- softmax ---------------------------------------------------------------------------------------------------------
@@ -432,9 +442,6 @@ void attend_tile(const Task & t, int32_t tile) {
         return;
     }
     for (int32_t h = 0; h < t.shape.heads; ++h) {
-        if (t.shape.heads > 1 && tile + 1 < t.last_tile) {
-            prefetch(t, tile + 1, h);
-        }
         load_tile<DIM>(t, view, tile, t.first_head + h);
         attend_head<DIM>(t, view, tile, h * t.head_rows());
     }
