@@ -14,8 +14,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
 sys.path.insert(0, str(Path(__file__).parent))
 
-import pytest  # noqa: E402
-import tiny_models  # noqa: E402
+import pytest
+import tiny_models
 
 
 @pytest.fixture(scope="session")

@@ -192,8 +192,9 @@ class Context:
 
     def set_state(self, data: bytes) -> int:
         """Bytes read; 0 means refused."""
-        return lc.llama_state_set_data(self.handle, (ctypes.c_uint8 * max(len(data), 1)).from_buffer_copy(
-            data or b"\0"), len(data))
+        return lc.llama_state_set_data(
+            self.handle, (ctypes.c_uint8 * max(len(data), 1)).from_buffer_copy(data or b"\0"), len(data)
+        )
 
     def seq_state(self, seq: int = 0) -> bytes:
         size = lc.llama_state_seq_get_size(self.handle, seq)
@@ -202,12 +203,16 @@ class Context:
 
     def set_seq_state(self, data: bytes, seq: int = 0) -> int:
         """Bytes read; 0 means refused."""
-        return lc.llama_state_seq_set_data(self.handle, (ctypes.c_uint8 * max(len(data), 1)).from_buffer_copy(
-            data or b"\0"), len(data), seq)
+        return lc.llama_state_seq_set_data(
+            self.handle, (ctypes.c_uint8 * max(len(data), 1)).from_buffer_copy(data or b"\0"), len(data), seq
+        )
 
     def save_file(self, path: Path, tokens: list[int]) -> bool:
-        return bool(lc.llama_state_save_file(self.handle, str(path).encode(), (lc.llama_token * len(tokens))(*tokens),
-                                             len(tokens)))
+        return bool(
+            lc.llama_state_save_file(
+                self.handle, str(path).encode(), (lc.llama_token * len(tokens))(*tokens), len(tokens)
+            )
+        )
 
     def load_file(self, path: Path, capacity: int = 4096) -> list[int] | None:
         tokens, count = (lc.llama_token * capacity)(), ctypes.c_size_t(0)
@@ -215,13 +220,13 @@ class Context:
         return list(tokens[: count.value]) if ok else None
 
     def save_seq_file(self, path: Path, seq: int, tokens: list[int]) -> int:
-        return lc.llama_state_seq_save_file(self.handle, str(path).encode(), seq,
-                                            (lc.llama_token * len(tokens))(*tokens), len(tokens))
+        return lc.llama_state_seq_save_file(
+            self.handle, str(path).encode(), seq, (lc.llama_token * len(tokens))(*tokens), len(tokens)
+        )
 
     def load_seq_file(self, path: Path, seq: int, capacity: int = 4096) -> int:
         tokens, count = (lc.llama_token * capacity)(), ctypes.c_size_t(0)
-        return lc.llama_state_seq_load_file(self.handle, str(path).encode(), seq, tokens, capacity,
-                                            ctypes.byref(count))
+        return lc.llama_state_seq_load_file(self.handle, str(path).encode(), seq, tokens, capacity, ctypes.byref(count))
 
     # -- the rest ------------------------------------------------------------------------------------------------------
 

@@ -92,7 +92,7 @@ def test_decode_equals_oracle(core, seed: int) -> None:
 
 @pytest.mark.parametrize("kind", [gaussian, heavy_tailed, outlier_channels], ids=lambda f: f.__name__)
 def test_error_is_below_the_plain_format(core, encode, kind) -> None:
-    """The scale search takes a tenth or more off the squared error of the usual ``amax / 6`` scale, and is never worse."""
+    """The scale search takes a tenth or more off the squared error of scale ``amax / 6``, and is never worse."""
     x = kind(np.random.default_rng(11), 500).astype(np.float32)
     error = fp4.squared_error(x, np.asarray(core.fp4_decode(encode(x))))
     plain = fp4.amax_encode_error(x)

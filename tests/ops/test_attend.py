@@ -1,7 +1,7 @@
 """``kv_attend`` against float64 attention over the rows it should have read.
 
 Tolerance: scores are float32 sums of up to 256 products of moderate size, so a score is off by about 1e-5 at most; a
-weight then is off by 1e-5 relative, and an output by 1e-5 of the largest value, plus what the online rescaling of the sums
+weight then is off by 1e-5 relative, and an output by 1e-5 of the largest value, plus what rescaling the running sums
 costs. 1e-4 of the largest value leaves room for a fast exponential, and is 50 times less than one cell of 200 matters.
 """
 
@@ -108,7 +108,9 @@ def test_all_rows_masked(core) -> None:
     s = scene(rng, n_cells=130, n_head_kv=1, head_dim=64, group=4, share=MIXES["everyday"])
     mask = np.full((7, 130), -np.inf, np.float16)
     for sinks in (None, np.ones(3, np.float32)):
-        got = native.attend(core, s.layer, s.cur, s.cell_src[:130], queries(rng, 7, s, 3), mask, sinks=sinks, n_threads=2)
+        got = native.attend(
+            core, s.layer, s.cur, s.cell_src[:130], queries(rng, 7, s, 3), mask, sinks=sinks, n_threads=2
+        )
         assert not got.any()
 
 
@@ -173,7 +175,7 @@ def test_summary_of_a_partly_hidden_group(core) -> None:
 
 
 def test_rows_helper_is_realistic() -> None:
-    """The scenes' keys do have group means worth subtracting, as real keys do (docs: 0.31 of the energy left at m = 4)."""
+    """The scenes' keys have group means worth subtracting, as real keys do (0.31 of the energy left at m = 4)."""
     x = rows(np.random.default_rng(0), 256, 2, 64).reshape(64, 4, 2, 64)
     left = ((x - x.mean(axis=1, keepdims=True)) ** 2).sum() / ((x - x.mean(axis=(0, 1))) ** 2).sum()
     assert left < 0.5

@@ -29,8 +29,8 @@ def assert_same(got: Layer, expected: Layer) -> None:
         assert np.array_equal(getattr(got, name).view(np.uint16), getattr(expected, name).view(np.uint16)), name
 
 
-@pytest.mark.parametrize("mix", [name for name in MIXES if name != "all-far"])
-@pytest.mark.parametrize("n_head_kv", [1, 2, 3])
+@pytest.mark.parametrize("mix", ["everyday", "no-far", "mostly-hidden"])
+@pytest.mark.parametrize("n_head_kv", [1, 3])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("group", [2, 4, 8, 16, 32])
 def test_fold(core, group: int, head_dim: int, n_head_kv: int, mix: str) -> None:
@@ -79,14 +79,10 @@ def test_equal_keys_leave_a_small_difference(core) -> None:
     s.cur.k[:] = rng.standard_normal(64).astype(np.float32)
     native.fold(core, s.layer, s.cur, plan_of(rng, s, 1.0), 1)
     key = s.cur.k[0, 0]
-    plain = np.linalg.norm(s.layer.far_key(0, 0) * 0 + key - expected_plain(core, key))
-    folded = np.linalg.norm(s.layer.far_key(0, 0) - key)
+    plain = np.linalg.norm(np.asarray(core.fp4_decode(core.fp4_encode(key[None])))[0] - key)
+    folded = np.linalg.norm(s.layer.far_keys(np.array([0]))[0, 0] - key)
     assert folded < 0.25 * plain
     assert s.layer.spread[0, 0] < 1e-6
-
-
-def expected_plain(core, key: np.ndarray) -> np.ndarray:
-    return np.asarray(core.fp4_decode(core.fp4_encode(key[None])))[0]
 
 
 def test_empty_plan(core) -> None:

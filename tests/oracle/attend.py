@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .memory import HIDDEN, Current, Layer, read_key, read_value
+from .memory import HIDDEN, Current, Layer, read_rows
 
 
 def attend(
@@ -26,15 +26,15 @@ def attend(
     """
     n_q, n_head, head_dim = q.shape
     n_kv = len(cell_src)
-    visible = [cell for cell in range(n_kv) if cell_src[cell] != HIDDEN]
+    visible = np.flatnonzero(np.asarray(cell_src) != HIDDEN)
     out = np.zeros((n_q, n_head, head_dim))
-    if not visible:
+    if not len(visible):
         return out
     mask64 = np.zeros((n_q, n_kv)) if mask is None else np.asarray(mask[:n_q, :n_kv], np.float64)
     mask64 = mask64[:, visible]
+    all_keys, all_values = read_rows(layer, cur, visible, np.asarray(cell_src)[visible])
     for kv_head in range(layer.n_head_kv):
-        keys = np.array([read_key(layer, cur, c, int(cell_src[c]), kv_head) for c in visible], np.float64)
-        values = np.array([read_value(layer, cur, c, int(cell_src[c]), kv_head) for c in visible], np.float64)
+        keys, values = all_keys[:, kv_head].astype(np.float64), all_values[:, kv_head].astype(np.float64)
         ratio = n_head // layer.n_head_kv
         for head in range(kv_head * ratio, (kv_head + 1) * ratio):
             scores = scale * (q[:, head].astype(np.float64) @ keys.T)

@@ -50,9 +50,10 @@ def pack(scales: np.ndarray, codes: np.ndarray) -> np.ndarray:
 def decode(data: np.ndarray) -> np.ndarray:
     """Decode bytes ``[..., 36 n]`` to float32 ``[..., 64 n]``. Exact: every product fits a float32."""
     data = np.asarray(data, dtype=np.uint8)
-    scales, codes = unpack(data.reshape(*data.shape[:-1], -1, BLOCK_BYTES))
+    n_blocks = data.shape[-1] // BLOCK_BYTES
+    scales, codes = unpack(data.reshape(*data.shape[:-1], n_blocks, BLOCK_BYTES))
     values = E2M1[codes] * SCALES[scales][..., None]
-    return values.reshape(*data.shape[:-1], -1)
+    return values.reshape(*data.shape[:-1], n_blocks * BLOCK_VALUES)
 
 
 def encode(x: np.ndarray) -> np.ndarray:
@@ -85,7 +86,7 @@ def encode(x: np.ndarray) -> np.ndarray:
     nibbles = np.array(indices)[best, rows] | (np.signbit(groups).astype(np.int64) << 3)
     nibbles = np.where(amax[:, None] == 0, 0, nibbles)
     blocks = pack(scale_bytes.reshape(-1, 4), nibbles.reshape(-1, 4, SCALE_GROUP))
-    return blocks.reshape(*x.shape[:-1], -1)
+    return blocks.reshape(*x.shape[:-1], x.shape[-1] // BLOCK_VALUES * BLOCK_BYTES)
 
 
 def nearest_scale_code(t: np.ndarray) -> np.ndarray:

@@ -69,13 +69,12 @@ class Layer:
         arrays = (self.far_k, self.far_v, self.side, self.near_k, self.near_v)
         return Layer(self.n_head_kv, self.head_dim, self.group, *(a.copy() for a in arrays))
 
-    def far_key(self, cell: int, head: int) -> np.ndarray:
-        """Decoded key of a far cell: summary plus difference, float32 ``[head_dim]``."""
-        summary = fp4.decode(self.summaries[cell // self.group, head])
-        return summary + fp4.decode(self.far_k[cell, head])
+    def far_keys(self, cells: np.ndarray) -> np.ndarray:
+        """Decoded keys of far cells, summary plus difference: float32 ``[n, n_head_kv, head_dim]``."""
+        return fp4.decode(self.summaries[cells // self.group]) + fp4.decode(self.far_k[cells])
 
-    def far_value(self, cell: int, head: int) -> np.ndarray:
-        return fp4.decode(self.far_v[cell, head])
+    def far_values(self, cells: np.ndarray) -> np.ndarray:
+        return fp4.decode(self.far_v[cells])
 
 
 @dataclass
@@ -86,23 +85,15 @@ class Current:
     v: np.ndarray
 
 
-def read_key(layer: Layer, cur: Current, cell: int, src: int, head: int) -> np.ndarray:
-    """The exact or decoded key of a cell, float32."""
-    if src >= 0:
-        return layer.near_k[src, head].astype(np.float32)
-    if src == FAR:
-        return layer.far_key(cell, head)
-    if src == HIDDEN:
-        raise ValueError("a hidden cell has no key")
-    return cur.k[CURRENT_BASE - src, head]
-
-
-def read_value(layer: Layer, cur: Current, cell: int, src: int, head: int) -> np.ndarray:
-    """The exact or decoded value of a cell, float32."""
-    if src >= 0:
-        return layer.near_v[src, head].astype(np.float32)
-    if src == FAR:
-        return layer.far_value(cell, head)
-    if src == HIDDEN:
-        raise ValueError("a hidden cell has no value")
-    return cur.v[CURRENT_BASE - src, head]
+def read_rows(layer: Layer, cur: Current, cells: np.ndarray, src: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Keys and values of cells from wherever they are, float32 ``[n, n_head_kv, head_dim]`` each."""
+    cells, src = np.asarray(cells), np.asarray(src)
+    if (src == HIDDEN).any():
+        raise ValueError("a hidden cell has no row")
+    shape = (len(cells), layer.n_head_kv, layer.head_dim)
+    keys, values = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
+    near, far, now = src >= 0, src == FAR, src <= CURRENT_BASE
+    keys[near], values[near] = layer.near_k[src[near]], layer.near_v[src[near]]
+    keys[far], values[far] = layer.far_keys(cells[far]), layer.far_values(cells[far])
+    keys[now], values[now] = cur.k[CURRENT_BASE - src[now]], cur.v[CURRENT_BASE - src[now]]
+    return keys, values
