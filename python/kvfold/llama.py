@@ -298,7 +298,7 @@ class Llama(llama_cpp.Llama):
                     self._eval_in_batches(todo)
                 except RuntimeError as error:
                     self._forget_if_torn()
-                    reason = _core.last_error() or log.reason()
+                    reason = log.reason() or _core.last_error()
                     raise RuntimeError(f"{error}: {reason}" if reason else str(error)) from None
 
     def _eval_in_batches(self, todo: list[int]) -> None:
@@ -453,7 +453,7 @@ class Llama(llama_cpp.Llama):
         with recording() as log:
             read = llama_cpp.llama_state_set_data(self._ctx.ctx, data.ctypes.data_as(_byte_pointer), size)
         if read != size:
-            raise ValueError(f"the state does not fit this context: {_core.last_error() or log.reason()}")
+            raise ValueError(f"the state does not fit this context: {log.reason() or _core.last_error()}")
         count = state.n_tokens
         self.input_ids[:count] = state.input_ids[:count]
         self.n_tokens = count
@@ -519,7 +519,7 @@ def _cache_arguments(
 def _explained(error: ValueError, path: str, log: LogRecorder) -> ValueError:
     """Upstream's bare load errors with the reason that only the log has."""
     text = str(error)
-    reason = _core.last_error() or log.reason()
+    reason = log.reason() or _core.last_error()
     if text.startswith("Failed to load model from file"):
         return ValueError(f"model {path!r} could not be loaded: {reason}" if reason else text)
     if text.startswith("Failed to create llama_context"):

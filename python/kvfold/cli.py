@@ -1,0 +1,327 @@
+"""The ``kvfold`` command: fetch a model, see the cache at work, talk to a model, serve one."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from importlib import resources
+from typing import TYPE_CHECKING, Any
+
+from . import __version__
+from .config import GROUPS, SWA_TYPES, KvConfig, kv_type_names
+from .models import MODELS, ModelError, pull, resolve
+
+if TYPE_CHECKING:
+    from .llama import Llama
+
+DEMO_MODEL = "smollm2"
+DEMO_DOCUMENT = "harbour_handbook.txt"
+DEMO_QUESTION = "Where does the key of the shed hang?"
+DEMO_CONTEXT = 4096
+
+_DEFAULT_CONTEXT = 8192
+
+
+def _say(line: str) -> None:
+    """Progress and the cache line go to stderr; stdout is for answers and JSON."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def demo_document() -> str:
+    """The text that ``kvfold demo`` asks about."""
+    return (resources.files("kvfold") / "data" / DEMO_DOCUMENT).read_text(encoding="utf-8")
+
+
+def _config(arguments: argparse.Namespace) -> KvConfig:
+    settings = {
+        name: getattr(arguments, name) for name in ("kv_type", "kv_group", "kv_tail", "kv_sinks", "kv_swa_type")
+    }
+    return KvConfig.from_kwargs(**settings)
+
+
+def _load(path: str, config: KvConfig, arguments: argparse.Namespace) -> Llama:
+    from .llama import Llama
+
+    return Llama(
+        path,
+        kv=config,
+        n_ctx=arguments.ctx_size,
+        n_threads=arguments.threads,
+        n_threads_batch=arguments.threads,
+        n_gpu_layers=arguments.gpu_layers,
+        verbose=False,
+    )
+
+
+class _Meter:
+    """Passes streamed text on and measures it."""
+
+    def __init__(self) -> None:
+        self.pieces: list[str] = []
+        self.started = time.perf_counter()
+        self.first: float | None = None
+        self.last = self.started
+
+    def follow(self, chunks: Iterator[Any]) -> Iterator[str]:
+        for chunk in chunks:
+            text = chunk["choices"][0]["delta"].get("content")
+            if not text:
+                continue
+            self.last = time.perf_counter()
+            if self.first is None:
+                self.first = self.last
+            self.pieces.append(text)
+            yield text
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+    def speeds(self, prompt_tokens: int, answer_tokens: int) -> tuple[float, float]:
+        """Prompt and generation speed in tokens a second; generation does not count its first token."""
+        first = self.first or self.last
+        prefill = prompt_tokens / max(first - self.started, 1e-9)
+        decode = (answer_tokens - 1) / max(self.last - first, 1e-9) if answer_tokens > 1 else 0.0
+        return prefill, decode
+
+
+def _answer(llm: Llama, messages: list[dict[str, str]], arguments: argparse.Namespace, *, show: bool) -> _Meter:
+    """Stream one reply, to stdout if ``show``."""
+    meter = _Meter()
+    chunks: Any = llm.create_chat_completion(
+        messages=messages,  # type: ignore[arg-type]
+        stream=True,
+        max_tokens=arguments.max_tokens,
+        temperature=arguments.temperature,
+        seed=arguments.seed,
+    )
+    for text in meter.follow(chunks):
+        if show:
+            print(text, end="", flush=True)
+    if show:
+        print(flush=True)
+    return meter
+
+
+def _report(llm: Llama, meter: _Meter, reused: int) -> dict[str, Any]:
+    """Numbers of one reply, for ``--json`` and for the closing line."""
+    total = int(llm.n_tokens)
+    answer = len(llm.tokenize(meter.text.encode(), add_bos=False)) if meter.text else 0
+    prompt = max(total - answer - reused, 0)
+    prefill, decode = meter.speeds(prompt, answer)
+    return {
+        "answer": meter.text,
+        "prompt_tokens": prompt,
+        "answer_tokens": answer,
+        "prompt_tokens_per_second": round(prefill, 1),
+        "answer_tokens_per_second": round(decode, 1),
+        "kv": llm.kv.to_dict(),
+    }
+
+
+def _speed_line(report: dict[str, Any]) -> str:
+    return (
+        f"prompt {report['prompt_tokens']} tokens, {report['prompt_tokens_per_second']} t/s; "
+        f"answer {report['answer_tokens']} tokens, {report['answer_tokens_per_second']} t/s"
+    )
+
+
+def _pull(arguments: argparse.Namespace) -> None:
+    path = pull(arguments.model, _say)
+    print(json.dumps({"model": arguments.model, "path": str(path)}) if arguments.json else path)
+
+
+def _demo(arguments: argparse.Namespace) -> None:
+    config = _config(arguments)
+    path = pull(DEMO_MODEL, _say)
+    with _load(str(path), config, arguments) as llm:
+        question = f"{demo_document()}\n\n{DEMO_QUESTION}"
+        if not arguments.json:
+            _say(f"a handbook of {len(llm.tokenize(question.encode()))} tokens, and the question: {DEMO_QUESTION}")
+        meter = _answer(llm, [{"role": "user", "content": question}], arguments, show=not arguments.json)
+        report = _report(llm, meter, reused=0)
+        if arguments.json:
+            print(json.dumps({"model": DEMO_MODEL, "question": DEMO_QUESTION, **report}))
+        else:
+            print(llm.kv)
+            print(_speed_line(report))
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    config = _config(arguments)
+    path = resolve(arguments.model, _say)
+    with _load(str(path), config, arguments) as llm:
+        if arguments.prompt is not None:
+            messages = [{"role": "user", "content": arguments.prompt}]
+            meter = _answer(llm, messages, arguments, show=not arguments.json)
+            report = _report(llm, meter, reused=0)
+            if arguments.json:
+                print(json.dumps({"model": str(path), **report}))
+            else:
+                _say(str(llm.kv))
+                _say(_speed_line(report))
+            return
+        if arguments.json:
+            raise ValueError("--json needs -p PROMPT; a conversation has no report")
+        _chat(llm, arguments)
+
+
+def _chat(llm: Llama, arguments: argparse.Namespace) -> None:
+    _say(str(llm.kv))
+    _say("type a message; an empty line or Ctrl-D ends the conversation, Ctrl-C stops an answer")
+    messages: list[dict[str, str]] = []
+    while True:
+        try:
+            line = input("> ")
+        except (EOFError, KeyboardInterrupt):
+            print()
+            break
+        if not line.strip():
+            break
+        messages.append({"role": "user", "content": line})
+        try:
+            meter = _answer(llm, messages, arguments, show=True)
+        except KeyboardInterrupt:
+            print()
+            messages.pop()
+            continue
+        except ValueError as error:
+            _say(f"kvfold: {error}")
+            messages.pop()
+            continue
+        messages.append({"role": "assistant", "content": meter.text})
+    _say(str(llm.kv))
+
+
+def _serve(arguments: argparse.Namespace) -> None:
+    from . import _launch
+
+    config = _config(arguments)
+    path = resolve(arguments.model, _say)
+    command = ["-m", str(path), "-c", str(arguments.ctx_size)]
+    if config.folds:
+        for name, value in config.to_dict().items():
+            command += ["--" + name.replace("_", "-"), str(value)]
+    else:
+        command += ["--cache-type-k", config.kv_type, "--cache-type-v", config.kv_type]
+    if arguments.threads:
+        command += ["-t", str(arguments.threads)]
+    if arguments.gpu_layers:
+        command += ["-ngl", str(arguments.gpu_layers)]
+    sys.argv = ["llama-server", *command, *arguments.rest]
+    _launch.server()
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text}: must be 1 or more")
+    return value
+
+
+def _add_kv_options(parser: argparse.ArgumentParser, default: str) -> None:
+    group = parser.add_argument_group("key/value cache")
+    names = ", ".join(kv_type_names())
+    group.add_argument("--kv-type", default=default, metavar="TYPE", help=f"{names} (default: {default})")
+    group.add_argument("--kv-group", type=int, metavar="N", help=f"tokens per group: {_groups_text()}")
+    group.add_argument("--kv-tail", type=int, metavar="N", help="most recent tokens kept exact (default: 128)")
+    group.add_argument("--kv-sinks", type=int, metavar="N", help="first tokens kept exact (default: 4)")
+    group.add_argument("--kv-swa-type", metavar="TYPE", help=f"sliding-window layers: {', '.join(SWA_TYPES)}")
+
+
+def _groups_text() -> str:
+    return "; ".join(f"{name} {', '.join(map(str, sorted(sizes)))}" for name, sizes in GROUPS.items())
+
+
+def _add_model_options(parser: argparse.ArgumentParser, context: int) -> None:
+    parser.add_argument(
+        "-c", "--ctx-size", type=int, default=context, metavar="N", help=f"context (default: {context})"
+    )
+    parser.add_argument("-t", "--threads", type=_positive, metavar="N", help="threads (default: physical cores)")
+    parser.add_argument("-ngl", "--gpu-layers", type=int, default=0, metavar="N", help="layers on the GPU (-1: all)")
+
+
+def _add_sampling_options(parser: argparse.ArgumentParser, max_tokens: int, temperature: float) -> None:
+    parser.add_argument("-n", "--max-tokens", type=_positive, default=max_tokens, metavar="N", help="longest answer")
+    parser.add_argument("--temperature", type=float, default=temperature, metavar="T", help="0 is greedy")
+    parser.add_argument("--seed", type=int, metavar="N", help="random seed")
+    parser.add_argument("--json", action="store_true", help="report as JSON on stdout")
+
+
+class _Parser(argparse.ArgumentParser):
+    """Errors in one line with exit code 1, as everywhere else in this command."""
+
+    def error(self, message: str) -> Any:
+        self.exit(1, f"{self.prog}: {message}\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="kvfold", description="llama.cpp with a folded FP4 key/value cache")
+    parser.add_argument("--version", action="version", version=f"kvfold {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
+
+    sub = commands.add_parser("pull", help="fetch a small model", description="Fetch a model and print its path.")
+    sub.add_argument("model", help=", ".join(MODELS))
+    sub.add_argument("--json", action="store_true", help="report as JSON on stdout")
+    sub.set_defaults(action=_pull)
+
+    sub = commands.add_parser(
+        "demo",
+        help="ask a small model about a long text",
+        description="Fetch SmolLM2-135M, ask it about a text of some 3000 tokens, and show what the cache takes.",
+    )
+    _add_kv_options(sub, "fp4_csa2")
+    _add_model_options(sub, DEMO_CONTEXT)
+    _add_sampling_options(sub, 64, 0.0)
+    sub.set_defaults(action=_demo)
+
+    sub = commands.add_parser("run", help="ask a model, or talk to it", description="Ask a model, or talk to it.")
+    sub.add_argument("model", help=f"a GGUF file, or one of {', '.join(MODELS)}")
+    sub.add_argument("-p", "--prompt", help="one question; without it a conversation starts")
+    _add_kv_options(sub, "fp4_csa2")
+    _add_model_options(sub, _DEFAULT_CONTEXT)
+    _add_sampling_options(sub, 512, 0.2)
+    sub.set_defaults(action=_run)
+
+    sub = commands.add_parser(
+        "serve",
+        help="serve the OpenAI API with llama-server",
+        description="Start llama-server; options after -- go to it unchanged.",
+    )
+    sub.add_argument("model", help=f"a GGUF file, or one of {', '.join(MODELS)}")
+    _add_kv_options(sub, "fp4_csa2")
+    _add_model_options(sub, _DEFAULT_CONTEXT)
+    sub.set_defaults(action=_serve)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point. Errors are one line on stderr and exit code 1."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    rest: list[str] = []
+    if given[:1] == ["serve"] and "--" in given:
+        split = given.index("--")
+        given, rest = given[:split], given[split + 1 :]
+    arguments = _parser().parse_args(given)
+    arguments.rest = rest
+    action: Callable[[argparse.Namespace], None] = arguments.action
+    try:
+        action(arguments)
+    except (ModelError, ValueError, RuntimeError, ImportError, MemoryError) as error:
+        print(f"kvfold: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader of our output is gone (``kvfold demo | head -1``); there is nobody left to tell.
+        sys.stderr.close()
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
