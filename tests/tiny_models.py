@@ -139,7 +139,10 @@ def _llama(m: _Model) -> None:
 
 
 def _qwen2(m: _Model) -> None:
-    """Qwen2 with huge biases on four key channels of the first and the last layer (``extra["key_bias"]``)."""
+    """Qwen2 with huge biases on four key channels of the first and the last layer (``extra["key_bias"]``).
+
+    Trained models have them on channels that the rotary embedding turns slowly; ``extra["fast"]`` puts them on any.
+    """
     s = m.shape
     m.heads()
     m.embedding()
@@ -147,7 +150,9 @@ def _qwen2(m: _Model) -> None:
         m.attention(i, bias=True)
         bias = np.zeros(s.n_head_kv * s.head_dim, np.float32)
         if i in (0, s.n_layer - 1):
-            bias[m.rng.choice(len(bias), 4, replace=False)] = s.extra.get("key_bias", 0.0)
+            channel = np.arange(len(bias)) % s.head_dim % (s.head_dim // 2)  # index of its rotary frequency
+            candidates = np.arange(len(bias)) if "fast" in s.extra else np.flatnonzero(channel >= s.head_dim * 3 // 8)
+            bias[m.rng.choice(candidates, 4, replace=False)] = s.extra.get("key_bias", 0.0)
         m.writer.add_tensor(f"blk.{i}.attn_k.bias", bias)
         m.feed_forward(i)
 
@@ -294,9 +299,11 @@ GOOD: dict[str, Shape] = {
     "llama-128-gqa3": Shape(head_dim=128, n_head=3, n_head_kv=1, seed=5),
     "llama-128-gqa4": Shape(head_dim=128, n_head=8, n_head_kv=2, seed=6),
     "llama-256-gqa2": Shape(head_dim=256, n_head=4, n_head_kv=2, seed=7),
-    "qwen2-bias0": Shape(arch="qwen2", seed=8),
-    "qwen2-bias30": Shape(arch="qwen2", seed=8, extra={"key_bias": 30.0}),
-    "qwen2-bias300": Shape(arch="qwen2", seed=8, extra={"key_bias": 300.0}),
+    # Queries are weaker here: it is the bias that must make the scores.
+    "qwen2-bias0": Shape(arch="qwen2", seed=8, extra={"qk_gain": 0.8}),
+    "qwen2-bias30": Shape(arch="qwen2", seed=8, extra={"qk_gain": 0.8, "key_bias": 30.0}),
+    "qwen2-bias300": Shape(arch="qwen2", seed=8, extra={"qk_gain": 0.8, "key_bias": 300.0}),
+    "qwen2-bias300-fast": Shape(arch="qwen2", seed=8, extra={"qk_gain": 0.8, "key_bias": 300.0, "fast": 1}),
     "qwen3-128-gqa4": Shape(arch="qwen3", head_dim=128, n_head=4, n_head_kv=1, seed=9),
     "gemma3-256-iswa": Shape(arch="gemma3", head_dim=256, n_head=4, n_head_kv=1, n_layer=4, seed=10),
     "gemma2-64-softcap": Shape(arch="gemma2", n_head=4, n_head_kv=2, n_layer=4, seed=11),

@@ -28,6 +28,7 @@ import llama_cpp as lc
 UPSTREAM = {"f32": 0, "f16": 1, "q4_0": 2, "q5_0": 6, "q8_0": 8}
 KVFOLD = ("fp4", "fp4_csa2")
 NVFP4 = 40
+GGML_LOG_LEVEL_DEBUG = 1
 
 FLASH_ATTN_AUTO, FLASH_ATTN_OFF, FLASH_ATTN_ON = -1, 0, 1
 
@@ -35,8 +36,9 @@ _log: list[str] = []
 
 
 @lc.llama_log_callback
-def _collect_log(_level: int, text: bytes, _user: Any) -> None:
-    _log.append(text.decode("utf-8", "replace"))
+def _collect_log(level: int, text: bytes, _user: Any) -> None:
+    if level != GGML_LOG_LEVEL_DEBUG:
+        _log.append(text.decode("utf-8", "replace"))
 
 
 lc.llama_log_set(_collect_log, None)

@@ -6,13 +6,11 @@ import numpy as np
 import pytest
 import tiny_models
 from contract import CONFIGS, FOLDED, allowed, text
-from harness import Context, kld
-
-ORDINARY = [n for n in tiny_models.GOOD if not n.startswith("qwen2-bias3")]
+from harness import FLASH_ATTN_OFF, UPSTREAM, Context, kld
 
 
 @pytest.mark.parametrize("config", FOLDED)
-@pytest.mark.parametrize("name", ORDINARY)
+@pytest.mark.parametrize("name", tiny_models.GOOD)
 def test_models(open_context, fresh, budget, config: str, name: str) -> None:
     """Every architecture, head size and head ratio, fed in micro-batches that do not fit the groups."""
     got = open_context(config, name).feed(text(0, 300), chunk=7)
@@ -67,10 +65,18 @@ def test_groups_of_fp4(open_context, fresh, budget, group: int) -> None:
 
 
 @pytest.mark.parametrize("config", FOLDED)
-def test_text_inside_the_tail_is_exact(open_context, fresh, config: str) -> None:
-    """While nothing is folded the only difference to f16 is the noise of f16 arithmetic."""
-    got = open_context(config, settings={"tail": 400}).feed(text(0, 300), chunk=32)
-    assert kld(fresh("f16"), got) <= 5e-6
+@pytest.mark.parametrize("name", ["llama-64-gqa3", "llama-128-gqa4", "llama-256-gqa2"])
+@pytest.mark.parametrize("chunk", [1, 32, 128])
+def test_text_inside_the_tail_is_exact(model, open_context, config: str, name: str, chunk: int) -> None:
+    """While nothing is folded, rows are rounded to f16 and that is all.
+
+    The reference keeps f32 rows and computes attention without the flash kernel, which rounds queries to f16 (that is a
+    divergence of 7e-6); an f16 cache there is at 1.6e-6.
+    """
+    with Context(model(name), "f32", flash_attn=FLASH_ATTN_OFF) as context:
+        expected = context.feed(text(0, 300), chunk=32)
+    got = open_context(config, name, settings={"tail": 400}).feed(text(0, 300), chunk=chunk)
+    assert kld(expected, got) <= 4e-6
 
 
 @pytest.mark.parametrize("config", FOLDED)
@@ -80,13 +86,20 @@ def test_threads(open_context, fresh, budget, config: str) -> None:
 
 
 @pytest.mark.parametrize("config", FOLDED)
-@pytest.mark.parametrize("name", ["qwen2-bias30", "qwen2-bias300"])
-def test_huge_key_bias(model, open_context, fresh, config: str, name: str) -> None:
-    """Four key channels with a constant of 30 or 300, which make noise of 4-bit keys: no worse than 3 x 8 bits."""
-    with Context(model(name), "f16", type_k=8) as context:
+@pytest.mark.parametrize("bias", [30, 300])
+def test_huge_key_bias(model, open_context, fresh, config: str, bias: int) -> None:
+    """Four key channels with a huge constant, which makes noise of 4-bit keys (Qwen2's first and last layer).
+
+    No worse than three times 8-bit keys, or, where the bias hardly matters yet, than twice the same cache without bias.
+    This holds where trained models have such biases, on channels that the rotary embedding turns slowly; elsewhere
+    neighbouring keys differ by the bias itself, and test_models asks for no more than 4-bit quality.
+    """
+    name = f"qwen2-bias{bias}"
+    with Context(model(name), "f16", type_k=UPSTREAM["q8_0"]) as context:
         eight_bits = kld(fresh("f16", name), context.feed(text(0, 300), chunk=7))
+    plain = kld(fresh("f16", "qwen2-bias0"), fresh(config, "qwen2-bias0"))
     got = open_context(config, name).feed(text(0, 300), chunk=7)
-    assert kld(fresh("f16", name), got) <= 3 * eight_bits
+    assert kld(fresh("f16", name), got) <= max(3 * eight_bits, 2 * plain)
 
 
 @pytest.mark.parametrize("config", CONFIGS)
