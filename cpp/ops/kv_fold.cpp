@@ -13,8 +13,6 @@ namespace kvfold {
 
 namespace {
 
-constexpr float kF16Max = 65504.0f;
-
 // One KV head of one layer, with everything that addressing needs.
 struct Head {
     const FoldArgs & a;
@@ -130,7 +128,7 @@ void encode_group(const Head & head, const int32_t * entry, const Rows & rows) {
         }
     }
     const double   variance = squares / (double(present) * double(dim));
-    const uint16_t spread   = f16_encode(std::min(float(variance), kF16Max));
+    const uint16_t spread   = f16_encode(float(variance));
     memcpy(head.spread(group), &spread, sizeof spread);
 
     Fp4Block * summary = head.summary(group);
@@ -158,9 +156,7 @@ void encode_group(const Head & head, const int32_t * entry, const Rows & rows) {
 
 }  // namespace
 
-size_t kv_fold_scratch(const FoldArgs & a, int nth) {
-    return thread_floats(a.mem) * size_t(nth) * sizeof(float);
-}
+size_t kv_fold_scratch(const FoldArgs & a, int nth) { return thread_floats(a.mem) * size_t(nth) * sizeof(float); }
 
 void kv_fold(const FoldArgs & a, const Threads & t) {
     const int32_t heads = a.mem.n_head_kv;
