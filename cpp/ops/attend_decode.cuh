@@ -20,14 +20,21 @@ namespace device {
 constexpr int kDecodeWarps = 4;
 constexpr int kDecodeTile  = 32;  // cells a warp handles at a time
 
-// `NB`: blocks of 8 columns.
-template <int D, int NB> struct DecodeShape {
+// Blocks a multiprocessor is meant to hold; registers are limited accordingly. `nb`: blocks of 8 columns.
+#ifndef KVFOLD_DECODE_BLOCKS
+#define KVFOLD_DECODE_BLOCKS 4
+#endif
+__host__ __device__ constexpr int decode_blocks_sm(int dim, int nb) {
+    return dim == 256 ? 2 : nb == 1 ? KVFOLD_DECODE_BLOCKS : 3;
+}
+
+template <int D, int NB>
+struct DecodeShape {
     static constexpr int key_words   = D / 32;  // of a key row, a thread
     static constexpr int value_words = D / 64;  // of a value row, a thread
     static constexpr int row_words   = D / kFp4BlockValues * kBlockWords;
     static constexpr int columns     = 8 * NB;
-    static constexpr int blocks_sm   = D == 256 ? 2 : NB == 1 ? 4 : 3;  // resident, as register use allows
-    static constexpr int stage_row   = D + 8;                           // halves; the padding spreads rows over banks
+    static constexpr int stage_row   = D + 8;  // halves; the padding spreads rows over banks
     static constexpr int stage_bytes = kDecodeWarps * 16 * stage_row * 2;
     static constexpr int merge_bytes = kDecodeWarps * 8 * D * 4;
     static constexpr int shared      = stage_bytes > merge_bytes ? stage_bytes : merge_bytes;
@@ -35,30 +42,42 @@ template <int D, int NB> struct DecodeShape {
 
 // --- far rows in registers -------------------------------------------------------------------------------------------
 
-// A thread's share of a key row: words t * W .. t * W + W - 1 and their scales, the first in the low byte.
-template <int W> struct KeyWords {
+// A thread's share of a row: words t * W .. t * W + W - 1 and their scales, the first in the low byte.
+template <int W>
+struct RowWords {
     uint32_t w[W];
     uint32_t scales;
 };
 
-template <int W> __device__ __forceinline__ KeyWords<W> load_key(const uint32_t * row, int t) {
-    const uint32_t * block = row + (t * W / 8) * kBlockWords;
-    KeyWords<W>      k;
-    k.scales = load_word(block) >> (8 * ((t * W / 2) & 3));
+// Where that share is in any row: the word of scales, how far from it the values are, the bits before the first scale.
+template <int W>
+struct RowPlace {
+    int        scales, values, shift;
+    __device__ __forceinline__ explicit RowPlace(int t)
+        : scales(t * W / 8 * kBlockWords), values(1 + (t * W & 7)), shift(8 * ((t * W / 2) & 3)) {}
+};
+
+// `scales`: that word of the row.
+template <int W>
+__device__ __forceinline__ RowWords<W> load_row(const uint32_t * scales, const RowPlace<W> & place) {
+    const uint32_t * values = scales + place.values;
+    RowWords<W>      k;
+    k.scales = load_word(scales) >> place.shift;
 #pragma unroll
     for (int i = 0; i < W; ++i) {
-        k.w[i] = load_word(block + 1 + (t * W & 7) + i);
+        k.w[i] = load_word(values + i);
     }
     return k;
 }
 
 // s[nb] += rows `lo` (mma rows 0..7) and `hi` (8..15; taken as zero without HI) times the queries.
 template <int W, int NB, bool HI>
-__device__ __forceinline__ void key_scores(float (&s)[NB][4], const KeyWords<W> & lo, const KeyWords<W> & hi,
+__device__ __forceinline__ void key_scores(float (&s)[NB][4], const RowWords<W> & lo, const RowWords<W> & hi,
                                            const uint32_t (&q)[NB][W][4]) {
 #pragma unroll
     for (int w = 0; w < W; ++w) {
-        const uint32_t sl = scale_pair(lo.scales >> (8 * (w / 2))), sh = HI ? scale_pair(hi.scales >> (8 * (w / 2))) : 0u;
+        const uint32_t sl = scale_pair(lo.scales >> (8 * (w / 2))),
+                       sh = HI ? scale_pair(hi.scales >> (8 * (w / 2))) : 0u;
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
             const uint32_t a0 = mul_half2(fp4_pair(lo.w[w] << (8 * j)), sl);
@@ -73,25 +92,10 @@ __device__ __forceinline__ void key_scores(float (&s)[NB][4], const KeyWords<W> 
     }
 }
 
-// A thread's share of a value row: words r * W .. and their scales.
-template <int W> struct ValueWords {
-    uint32_t w[W];
-    uint32_t scales;
-};
-
-template <int W> __device__ __forceinline__ ValueWords<W> load_value(const uint32_t * row, int r) {
-    const uint32_t * block = row + (r * W / 8) * kBlockWords;
-    ValueWords<W>    v;
-    v.scales = load_word(block) >> (8 * ((r * W / 2) & 3));
-#pragma unroll
-    for (int i = 0; i < W; ++i) {
-        v.w[i] = load_word(block + 1 + (r * W & 7) + i);
-    }
-    return v;
-}
-
+// Value rows are shared out the same way, over the 8 values of r: words r * W ...
 // Channel of the `index`-th (0 .. D/8 - 1) value accumulated by threads of quad r.
-template <int D> __device__ __forceinline__ int value_channel(int r, int index) {
+template <int D>
+__device__ __forceinline__ int value_channel(int r, int index) {
     const int word = r * (D / 64) + index / 8, nibble = index % 8;
     return (word >> 1) * 16 + 4 * (word & 1) + (nibble >> 1) + 8 * (nibble & 1);
 }
@@ -99,7 +103,8 @@ template <int D> __device__ __forceinline__ int value_channel(int r, int index) 
 // --- softmax ---------------------------------------------------------------------------------------------------------
 
 // Running maximum and sum of the two columns a thread sees in each block of 8; the sum is of its own rows only.
-template <int NB> struct Softmax {
+template <int NB>
+struct Softmax {
     float m[NB][2];
     float l[NB][2];
 };
@@ -156,19 +161,22 @@ __device__ __forceinline__ void weigh(Softmax<NB> & sm, const float (&s)[NB][4],
 // --- rows of any kind, through shared memory -------------------------------------------------------------------------
 
 // A lane's share of a row in natural order: channels lane * D/32 ..., as halves.
-template <int D> struct Slice {
+template <int D>
+struct Slice {
     static constexpr int words = D / 64;
     uint32_t             w[words];
 };
 
 // The same share of a far row, undecoded.
-template <int D> struct FarSlice {
+template <int D>
+struct FarSlice {
     static constexpr int words = D == 256 ? 2 : 1;
     uint32_t             w[words];
     uint32_t             scale;
 };
 
-template <int D> __device__ __forceinline__ FarSlice<D> load_far_slice(const uint32_t * row, int lane) {
+template <int D>
+__device__ __forceinline__ FarSlice<D> load_far_slice(const uint32_t * row, int lane) {
     const int channel = lane * (D / 32), sub = channel >> 4, word = D == 256 ? 2 * sub : 2 * sub + ((channel >> 2) & 1);
     const uint32_t * block = row + (word >> 3) * kBlockWords;
     FarSlice<D>      f;
@@ -181,7 +189,8 @@ template <int D> __device__ __forceinline__ FarSlice<D> load_far_slice(const uin
 }
 
 // Decoded, times kFp4Unit.
-template <int D> __device__ __forceinline__ Slice<D> decode_far_slice(const FarSlice<D> & f, int lane) {
+template <int D>
+__device__ __forceinline__ Slice<D> decode_far_slice(const FarSlice<D> & f, int lane) {
     const int      channel = lane * (D / 32);
     const bool     high    = channel & 8;
     const uint32_t scale   = scale_pair(f.scale);
@@ -195,7 +204,7 @@ template <int D> __device__ __forceinline__ Slice<D> decode_far_slice(const FarS
         if (D == 64) {
             s.w[0] = channel & 2 ? hi : lo;
         } else {
-            s.w[2 * i]                       = lo;
+            s.w[2 * i]                         = lo;
             s.w[(2 * i + 1) % Slice<D>::words] = hi;
         }
     }
@@ -208,7 +217,8 @@ __device__ __forceinline__ uint32_t add_keys(uint32_t summary, uint32_t differen
     return pack_half2((a.x + b.x) * kFp4Inverse, (a.y + b.y) * kFp4Inverse);
 }
 
-template <int D> __device__ __forceinline__ void store_slice(half * row, int lane, const Slice<D> & s) {
+template <int D>
+__device__ __forceinline__ void store_slice(half * row, int lane, const Slice<D> & s) {
     uint32_t * to = reinterpret_cast<uint32_t *>(row) + lane * Slice<D>::words;
     if constexpr (D == 64) {
         to[0] = s.w[0];
@@ -224,7 +234,8 @@ template <int D> __device__ __forceinline__ void store_slice(half * row, int lan
 //
 // Not inlined: its loads in flight would otherwise cost registers on the fast path.
 template <int D, bool KEYS>
-__device__ __forceinline__ void stage_rows(const AttendParams & p, int head, int cell0, int src, half * stage, int stage_row) {
+__device__ __forceinline__ void stage_rows(const AttendParams & p, int head, int cell0, int src, half * stage,
+                                           int stage_row) {
     constexpr int  batch = D == 256 ? 4 : 8;  // rows whose loads are in flight together
     const int      lane = threadIdx.x & 31, first = cell0 & 16;
     constexpr int  row_words = D / kFp4BlockValues * kBlockWords;
@@ -242,7 +253,8 @@ __device__ __forceinline__ void stage_rows(const AttendParams & p, int head, int
                 const int row = __shfl_sync(~0u, src, first + b + i);
                 if (row >= 0) {
                     const uint32_t * from =
-                        reinterpret_cast<const uint32_t *>(pool + (size_t(row) * p.n_head_kv + head) * D) + lane * Slice<D>::words;
+                        reinterpret_cast<const uint32_t *>(pool + (size_t(row) * p.n_head_kv + head) * D) +
+                        lane * Slice<D>::words;
                     if constexpr (D == 64) {
                         s[i].w[0] = from[0];
                     } else if constexpr (D == 128) {
@@ -271,9 +283,11 @@ __device__ __forceinline__ void stage_rows(const AttendParams & p, int head, int
             for (int i = 0; i < batch; ++i) {
                 if (in_far >> (first + b + i) & 1u) {
                     const int cell = cell0 + b + i;
-                    f[i] = load_far_slice<D>((KEYS ? p.far_k : p.far_v) + (size_t(cell) * p.n_head_kv + head) * row_words, lane);
+                    f[i]           = load_far_slice<D>(
+                        (KEYS ? p.far_k : p.far_v) + (size_t(cell) * p.n_head_kv + head) * row_words, lane);
                     if (KEYS) {
-                        g[i] = load_far_slice<D>(p.summary + (size_t(cell >> p.group_shift) * p.n_head_kv + head) * row_words, lane);
+                        g[i] = load_far_slice<D>(
+                            p.summary + (size_t(cell >> p.group_shift) * p.n_head_kv + head) * row_words, lane);
                     }
                 }
             }
@@ -304,9 +318,10 @@ __device__ __forceinline__ void stage_rows(const AttendParams & p, int head, int
                 for (int w = 0; w < Slice<D>::words; ++w) {
                     s.w[w] = 0;
                     if (row <= kSrcCurrentBase) {
-                        const float * from = cur + int64_t(kSrcCurrentBase - row) * cur_row + head * D + lane * (D / 32) + 2 * w;
-                        const float   f    = KEYS ? 1.0f : kFp4Unit;
-                        s.w[w]             = pack_half2(from[0] * f, from[1] * f);
+                        const float * from =
+                            cur + int64_t(kSrcCurrentBase - row) * cur_row + head * D + lane * (D / 32) + 2 * w;
+                        const float f = KEYS ? 1.0f : kFp4Unit;
+                        s.w[w]        = pack_half2(from[0] * f, from[1] * f);
                     }
                 }
                 store_slice<D>(stage + (b + i) * stage_row, lane, s);
@@ -332,13 +347,14 @@ __device__ __forceinline__ void staged_key_scores(float (&s)[NB][4], const half 
                                                   const uint32_t (&q)[NB][W][4]) {
 #pragma unroll
     for (int w = 0; w < W; ++w) {
-        const Octet lo = staged_octet(stage + r * stage_row, t * W + w), hi = staged_octet(stage + (r + 8) * stage_row, t * W + w);
+        const Octet lo = staged_octet(stage + r * stage_row, t * W + w),
+                    hi = staged_octet(stage + (r + 8) * stage_row, t * W + w);
 #pragma unroll
         for (int nb = 0; nb < NB; ++nb) {
-            mma_16x8x16(s[nb], __byte_perm(lo.c, lo.d, 0x7632), __byte_perm(hi.c, hi.d, 0x7632), __byte_perm(lo.a, lo.b, 0x7632),
-                        __byte_perm(hi.a, hi.b, 0x7632), q[nb][w][0], q[nb][w][1]);
-            mma_16x8x16(s[nb], __byte_perm(lo.c, lo.d, 0x5410), __byte_perm(hi.c, hi.d, 0x5410), __byte_perm(lo.a, lo.b, 0x5410),
-                        __byte_perm(hi.a, hi.b, 0x5410), q[nb][w][2], q[nb][w][3]);
+            mma_16x8x16(s[nb], __byte_perm(lo.c, lo.d, 0x7632), __byte_perm(hi.c, hi.d, 0x7632),
+                        __byte_perm(lo.a, lo.b, 0x7632), __byte_perm(hi.a, hi.b, 0x7632), q[nb][w][0], q[nb][w][1]);
+            mma_16x8x16(s[nb], __byte_perm(lo.c, lo.d, 0x5410), __byte_perm(hi.c, hi.d, 0x5410),
+                        __byte_perm(lo.a, lo.b, 0x5410), __byte_perm(hi.a, hi.b, 0x5410), q[nb][w][2], q[nb][w][3]);
         }
     }
 }
@@ -356,10 +372,10 @@ __device__ __forceinline__ void staged_values(float (&o)[NB][4 * W][4], const ha
 #pragma unroll
         for (int i = 0; i < 4; ++i) {  // nibbles 2i and 2i+1 of the word
             const uint32_t sel = i & 1 ? 0x7632 : 0x5410;
-            const uint32_t a0 = i < 2 ? __byte_perm(k[0].a, k[1].a, sel) : __byte_perm(k[0].b, k[1].b, sel);
-            const uint32_t a1 = i < 2 ? __byte_perm(k[0].c, k[1].c, sel) : __byte_perm(k[0].d, k[1].d, sel);
-            const uint32_t a2 = i < 2 ? __byte_perm(k[2].a, k[3].a, sel) : __byte_perm(k[2].b, k[3].b, sel);
-            const uint32_t a3 = i < 2 ? __byte_perm(k[2].c, k[3].c, sel) : __byte_perm(k[2].d, k[3].d, sel);
+            const uint32_t a0  = i < 2 ? __byte_perm(k[0].a, k[1].a, sel) : __byte_perm(k[0].b, k[1].b, sel);
+            const uint32_t a1  = i < 2 ? __byte_perm(k[0].c, k[1].c, sel) : __byte_perm(k[0].d, k[1].d, sel);
+            const uint32_t a2  = i < 2 ? __byte_perm(k[2].a, k[3].a, sel) : __byte_perm(k[2].b, k[3].b, sel);
+            const uint32_t a3  = i < 2 ? __byte_perm(k[2].c, k[3].c, sel) : __byte_perm(k[2].d, k[3].d, sel);
 #pragma unroll
             for (int nb = 0; nb < NB; ++nb) {
                 mma_16x8x16(o[nb][4 * w + i], a0, a1, a2, a3, b[nb][0], b[nb][1]);
@@ -409,14 +425,15 @@ __device__ __forceinline__ float mask_score(const AttendParams & p, float score,
 
 // O^T += V^T W^T for 16 keys whose value words are in registers; `b` are their weights.
 template <int W, int NB>
-__device__ __forceinline__ void add_values(float (&o)[NB][4 * W][4], const ValueWords<W> (&value)[4], const uint32_t (&b)[NB][2]) {
+__device__ __forceinline__ void add_values(float (&o)[NB][4 * W][4], const RowWords<W> (&value)[4],
+                                           const uint32_t (&b)[NB][2]) {
 #pragma unroll
     for (int w = 0; w < W; ++w) {
         uint32_t scale[2];  // of keys 2t, 2t+1 and 2t+8, 2t+9
 #pragma unroll
         for (int u = 0; u < 2; ++u) {
             const uint32_t sel = w < 2 ? 0x0400 : 0x0501;  // byte w / 2 of each
-            scale[u] = (__byte_perm(value[2 * u].scales, value[2 * u + 1].scales, sel << 4 | (sel & 0xF)) & 0x00FF00FFu) << 7;
+            scale[u] = (__byte_perm(value[2 * u].scales, value[2 * u + 1].scales, sel) & 0x00FF00FFu) << 7;
         }
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
@@ -440,7 +457,7 @@ __device__ __forceinline__ void add_values(float (&o)[NB][4 * W][4], const Value
 
 // grid: x KV head, y split, z block of 8 * NB columns. Column c of a KV head is query c / gqa, head c % gqa of the group.
 template <int D, int NB>
-__global__ void __launch_bounds__(32 * kDecodeWarps, (DecodeShape<D, NB>::blocks_sm))
+__global__ void __launch_bounds__(32 * kDecodeWarps, decode_blocks_sm(D, NB))
     attend_decode(const __grid_constant__ AttendParams p) {
     using S          = DecodeShape<D, NB>;
     constexpr int KW = S::key_words, VW = S::value_words, MT = 4 * VW;
@@ -450,7 +467,6 @@ __global__ void __launch_bounds__(32 * kDecodeWarps, (DecodeShape<D, NB>::blocks
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, t = lane & 3, r = lane >> 2;
     const int head = blockIdx.x, split = blockIdx.y, column0 = blockIdx.z * S::columns;
     const int n_columns = p.n_q * p.gqa;
-    const int row_step  = p.n_head_kv * S::row_words;
 
     // queries, permuted like the keys: operand pairs are channels 9,11 | 1,3 | 8,10 | 0,2 of a word
     uint32_t q[NB][KW][4];
@@ -484,31 +500,48 @@ __global__ void __launch_bounds__(32 * kDecodeWarps, (DecodeShape<D, NB>::blocks
 
     // Tiles of far rows; the others are noted in `rest`, one bit a turn of the loop (the launch sees to it that 64 suffice).
     const int first = split * kDecodeWarps + warp, step = p.n_split * kDecodeWarps;
-    uint64_t  rest = 0;
-    int       turn = 0;
+    uint64_t  rest    = 0;
+    int       turn    = 0;
     const int n_whole = p.n_kv / kDecodeTile;
+
+    const RowPlace<KW> key_place(t);
+    const RowPlace<VW> value_place(r);
+    const int          row1 = p.n_head_kv * S::row_words, row8 = 8 * row1;  // words
+    const size_t       key_step = size_t(step) * kDecodeTile * row1, sum_step = key_step >> p.group_shift;
+    const size_t       from     = size_t(first) * kDecodeTile;
+    const uint32_t *   at_key   = p.far_k + (from + r) * row1 + head * S::row_words + key_place.scales;
+    const uint32_t *   at_value = p.far_v + (from + 2 * t) * row1 + head * S::row_words + value_place.scales;
+    const uint32_t *   at_sum   = p.summary +
+                                  ((from >> p.group_shift) + min(r, (kDecodeTile >> p.group_shift) - 1)) * row1 +
+                                  head * S::row_words + key_place.scales;
+    // keys 2t, 2t+1, 2t+8, 2t+9
+    auto load_values = [&](RowWords<VW>(&value)[4], const uint32_t * at) {
+        value[0] = load_row<VW>(at, value_place);
+        value[1] = load_row<VW>(at + row1, value_place);
+        value[2] = load_row<VW>(at + row8, value_place);
+        value[3] = load_row<VW>(at + row8 + row1, value_place);
+    };
     for (int tile = first; tile < n_whole; tile += step, ++turn) {
         const int cell0 = tile * kDecodeTile;
 
         // Everything is requested before it is known whether the tile is all far: most are.
-        KeyWords<KW>     key[2][2], sum[2];
-        ValueWords<VW>   value[4];
-        const uint32_t * k = p.far_k + size_t((cell0 + r) * row_step + head * S::row_words);
-        const uint32_t * v = p.far_v + size_t((cell0 + 2 * t) * row_step + head * S::row_words);
-        const uint32_t * g = p.summary + size_t((cell0 >> p.group_shift) * row_step + head * S::row_words);
-        sum[0]             = load_key<KW>(g + min(r, (kDecodeTile >> p.group_shift) - 1) * row_step, t);
+        RowWords<KW> key[2][2], sum[2];
+        RowWords<VW> value[4];
+        sum[0] = load_row<KW>(at_sum, key_place);
         if (p.group_shift == 1) {
-            sum[1] = load_key<KW>(g + (r + 8) * row_step, t);
+            sum[1] = load_row<KW>(at_sum + row8, key_place);
         }
+        const uint32_t * k = at_key;
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            key[i][0] = load_key<KW>(k + 16 * i * row_step, t);
-            key[i][1] = load_key<KW>(k + (16 * i + 8) * row_step, t);
+        for (int i = 0; i < 4; ++i, k += row8) {
+            key[i / 2][i % 2] = load_row<KW>(k, key_place);
         }
-#pragma unroll
-        for (int u = 0; u < 4; ++u) {
-            value[u] = load_value<VW>(v + ((u & 1) + 8 * (u >> 1)) * row_step, r);
-        }
+        const uint32_t * v = at_value;
+        load_values(value, v);
+        v += 2 * row8;
+        at_key += key_step;
+        at_value += key_step;
+        at_sum += sum_step;
         const TileSight sight = tile_sight(p, cell0 + lane, query0, query1);
         if (__any_sync(~0u, sight.src != kSrcFar && sight.src != kSrcHidden)) {
             rest |= uint64_t(1) << turn;
@@ -532,20 +565,15 @@ __global__ void __launch_bounds__(32 * kDecodeWarps, (DecodeShape<D, NB>::blocks
 #pragma unroll
             for (int nb = 0; nb < NB; ++nb) {
                 const float g0 = upper ? sg[nb][2] : sg[nb][0], g1 = upper ? sg[nb][3] : sg[nb][1];
-                s[i][nb][0]    = __shfl_sync(~0u, g0, from0);
-                s[i][nb][1]    = __shfl_sync(~0u, g1, from0);
-                s[i][nb][2]    = __shfl_sync(~0u, g0, from1);
-                s[i][nb][3]    = __shfl_sync(~0u, g1, from1);
+                s[i][nb][0] = __shfl_sync(~0u, g0, from0);
+                s[i][nb][1] = __shfl_sync(~0u, g1, from0);
+                s[i][nb][2] = __shfl_sync(~0u, g0, from1);
+                s[i][nb][3] = __shfl_sync(~0u, g1, from1);
             }
             key_scores<KW, NB, true>(s[i], key[i][0], key[i][1], q);
-#pragma unroll
-            for (int nb = 0; nb < NB; ++nb) {
-#pragma unroll
-                for (int c = 0; c < 4; ++c) {
-                    s[i][nb][c] = finish_score(p, s[i][nb][c] * kFp4Inverse);
-                }
-            }
         }
+        finish_scores(p, p.score_scale * kFp4Inverse, s[0]);
+        finish_scores(p, p.score_scale * kFp4Inverse, s[1]);
         if (!sight.plain) {
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
@@ -554,7 +582,8 @@ __global__ void __launch_bounds__(32 * kDecodeWarps, (DecodeShape<D, NB>::blocks
 #pragma unroll
                     for (int c = 0; c < 4; ++c) {
                         const int j = 16 * i + r + 8 * (c >> 1);
-                        s[i][nb][c] = mask_score(p, s[i][nb][c], cell0 + j, sight.hidden >> j & 1u, column0 + 8 * nb + 2 * t + (c & 1));
+                        s[i][nb][c] = mask_score(p, s[i][nb][c], cell0 + j, sight.hidden >> j & 1u,
+                                                 column0 + 8 * nb + 2 * t + (c & 1));
                     }
                 }
             }
@@ -580,10 +609,7 @@ __global__ void __launch_bounds__(32 * kDecodeWarps, (DecodeShape<D, NB>::blocks
             }
             add_values<VW, NB>(o, value, b);
             if (i == 0) {
-#pragma unroll
-                for (int u = 0; u < 4; ++u) {
-                    value[u] = load_value<VW>(v + (16 + (u & 1) + 8 * (u >> 1)) * row_step, r);
-                }
+                load_values(value, v);
             }
         }
     }
@@ -605,12 +631,14 @@ __global__ void __launch_bounds__(32 * kDecodeWarps, (DecodeShape<D, NB>::blocks
             float s[NB][4] = {}, top[NB][2];
             stage_rows<D, true>(p, head, cell0 + 16 * i, sight.src, stage, S::stage_row);
             staged_key_scores<KW, NB>(s, stage, S::stage_row, r, t, q);
+            finish_scores(p, p.score_scale, s);
 #pragma unroll
             for (int nb = 0; nb < NB; ++nb) {
 #pragma unroll
                 for (int c = 0; c < 4; ++c) {
                     const int j = 16 * i + r + 8 * (c >> 1);
-                    s[nb][c] = mask_score(p, finish_score(p, s[nb][c]), cell0 + j, sight.hidden >> j & 1u, column0 + 8 * nb + 2 * t + (c & 1));
+                    s[nb][c] =
+                        mask_score(p, s[nb][c], cell0 + j, sight.hidden >> j & 1u, column0 + 8 * nb + 2 * t + (c & 1));
                 }
                 top[nb][0] = fmaxf(s[nb][0], s[nb][2]);
                 top[nb][1] = fmaxf(s[nb][1], s[nb][3]);
@@ -677,7 +705,7 @@ __global__ void __launch_bounds__(32 * kDecodeWarps, (DecodeShape<D, NB>::blocks
                 }
                 p.out[size_t(row) * D + d] = l > 0.0f ? sum * kFp4Inverse / l : 0.0f;
             } else {
-                const size_t at      = size_t(split) * p.n_q * p.n_head + row;
+                const size_t at    = size_t(split) * p.n_q * p.n_head + row;
                 p.part[at * D + d] = sum;
                 if (d == 0) {
                     p.part_ml[at] = make_float2(m, l);
@@ -690,9 +718,10 @@ __global__ void __launch_bounds__(32 * kDecodeWarps, (DecodeShape<D, NB>::blocks
 // One block an output row; warps share the splits.
 constexpr int kMergeWarps = 8;
 
-template <int D> __global__ void __launch_bounds__(32 * kMergeWarps) attend_merge(const AttendParams p) {
-    constexpr int    C = D / 32;  // channels a lane
-    __shared__ float acc[kMergeWarps][D];
+template <int D>
+__global__ void __launch_bounds__(32 * kMergeWarps) attend_merge(const AttendParams p) {
+    constexpr int     C = D / 32;  // channels a lane
+    __shared__ float  acc[kMergeWarps][D];
     __shared__ float2 ml[kMergeWarps];
 
     const int    lane = threadIdx.x & 31, warp = threadIdx.x >> 5, row = blockIdx.x;

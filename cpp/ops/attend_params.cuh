@@ -29,8 +29,8 @@ struct AttendParams {
     const float *    q;
     const float *    sinks;  // null: none
     float *          out;
-    float *          part;       // [n_split][n_q * n_head][head_dim]: partial sums, unnormalised
-    float2 *         part_ml;    // [n_split][n_q * n_head]: their maximum (base 2) and sum of weights
+    float *          part;     // [n_split][n_q * n_head][head_dim]: partial sums, unnormalised
+    float2 *         part_ml;  // [n_split][n_q * n_head]: their maximum (base 2) and sum of weights
     int64_t          cur_k_stride;
     int64_t          cur_v_stride;
     int64_t          mask_stride;
@@ -48,14 +48,21 @@ struct AttendParams {
     float            softcap;      // 0: none
 };
 
-// Final score, base 2, of a dot product in true units.
-__device__ __forceinline__ float finish_score(const AttendParams & p, float s) {
-    s *= p.score_scale;
-    if (p.softcap != 0.0f) {
-        // tanh(x) = 1 - 2 / (1 + e^2x): right in both limits, error of the order of f32 rounding of 1
-        s = kLog2E * p.softcap * (1.0f - __fdividef(2.0f, 1.0f + exp2_fast(2.0f * kLog2E / p.softcap * s)));
+// Dot products times `scale` -> scores, base 2.
+template <int N>
+__device__ __forceinline__ void finish_scores(const AttendParams & p, float scale, float (&s)[N][4]) {
+#pragma unroll
+    for (int i = 0; i < N * 4; ++i) {
+        s[i / 4][i % 4] *= scale;
     }
-    return s;
+    if (p.softcap != 0.0f) {
+        // tanh(x) = 1 - 2 / (1 + e^2x): right in both limits, its error that of rounding 1 in f32
+        const float in = 2.0f * kLog2E / p.softcap, out = kLog2E * p.softcap;
+#pragma unroll
+        for (int i = 0; i < N * 4; ++i) {
+            s[i / 4][i % 4] = out * (1.0f - __fdividef(2.0f, 1.0f + exp2_fast(in * s[i / 4][i % 4])));
+        }
+    }
 }
 
 }  // namespace device

@@ -24,7 +24,9 @@ struct FoldParams {
 };
 
 // Dynamic shared memory of fold_group(): rows of the group, mean or decoded summary.
-inline size_t fold_shared_bytes(const LayerMemory & mem) { return size_t(mem.group + 1) * size_t(mem.head_dim) * sizeof(float); }
+inline size_t fold_shared_bytes(const LayerMemory & mem) {
+    return size_t(mem.group + 1) * size_t(mem.head_dim) * sizeof(float);
+}
 
 __device__ __forceinline__ float mul_ieee(float a, float b) {
     float r;
@@ -47,7 +49,7 @@ __device__ __forceinline__ float magnitude(int n) {
 }
 
 // fp4_scale_offset() without a table in memory: two more than the offsets, as nibbles.
-constexpr uint32_t kOffsets = 0x05836172u;
+constexpr uint32_t                kOffsets = 0x05836172u;
 __host__ __device__ constexpr int candidate_offset(int k) { return int(kOffsets >> (4 * k) & 0xFu) - 2; }
 static_assert(candidate_offset(0) == fp4_scale_offset(0) && candidate_offset(1) == fp4_scale_offset(1) &&
                   candidate_offset(2) == fp4_scale_offset(2) && candidate_offset(3) == fp4_scale_offset(3) &&
@@ -78,7 +80,8 @@ __device__ __forceinline__ uint32_t encode_16(const float * x, int lane, uint32_
     for (int j = 0; j < 8; ++j) {
         e[j] = fma_ieee(d[j + 8], d[j + 8], mul_ieee(d[j], d[j]));
     }
-    const float b0 = add_ieee(e[0], e[4]), b1 = add_ieee(e[1], e[5]), b2 = add_ieee(e[2], e[6]), b3 = add_ieee(e[3], e[7]);
+    const float b0 = add_ieee(e[0], e[4]), b1 = add_ieee(e[1], e[5]), b2 = add_ieee(e[2], e[6]),
+                b3    = add_ieee(e[3], e[7]);
     uint32_t    error = __float_as_uint(add_ieee(add_ieee(b0, b2), add_ieee(b1, b3)));
     uint32_t    best  = uint32_t(lane) << 8 | uint32_t(code);  // the first of equals wins
 #pragma unroll
@@ -110,9 +113,10 @@ __device__ __forceinline__ float decode_channel(const Fp4Block * row, int d) {
 
 // Folds the keys or the values of one planned group of one head. `entry` is a plan entry in device memory. All threads of the
 // block call; the block has kFoldThreads threads.
-__device__ __forceinline__ void fold_group(const FoldParams & p, const int32_t * entry, int head, FoldPart part, float * shared) {
-    const LayerMemory & mem    = p.mem;
-    const int           dim    = mem.head_dim, m = mem.group, group = entry[0];
+__device__ __forceinline__ void fold_group(const FoldParams & p, const int32_t * entry, int head, FoldPart part,
+                                           float * shared) {
+    const LayerMemory & mem = p.mem;
+    const int           dim = mem.head_dim, m = mem.group, group = entry[0];
     const int           blocks = dim / kFp4BlockValues;
     const bool          keys   = part == FoldPart::keys;
     float *             rows   = shared;            // [m][dim]
@@ -120,8 +124,8 @@ __device__ __forceinline__ void fold_group(const FoldParams & p, const int32_t *
     if (group < 0) {
         return;
     }
-    Fp4Block * far     = (keys ? mem.far_k : mem.far_v) + (int64_t(group) * m * mem.n_head_kv + head) * blocks;
-    Fp4Block * summary = reinterpret_cast<Fp4Block *>(mem.side) + (int64_t(group) * mem.n_head_kv + head) * blocks;
+    Fp4Block * far       = (keys ? mem.far_k : mem.far_v) + (int64_t(group) * m * mem.n_head_kv + head) * blocks;
+    Fp4Block * summary   = reinterpret_cast<Fp4Block *>(mem.side) + (int64_t(group) * mem.n_head_kv + head) * blocks;
     const int  cell_step = mem.n_head_kv * blocks;
 
     int present = 0;
@@ -135,10 +139,11 @@ __device__ __forceinline__ void fold_group(const FoldParams & p, const int32_t *
         const int j = i / dim, d = i % dim, src = entry[1 + j];
         float     x = 0.0f;
         if (src >= 0) {
-            x = __half2float(__ushort_as_half((keys ? mem.near_k : mem.near_v)[(int64_t(src) * mem.n_head_kv + head) * dim + d]));
+            x = __half2float(
+                __ushort_as_half((keys ? mem.near_k : mem.near_v)[(int64_t(src) * mem.n_head_kv + head) * dim + d]));
         } else if (src <= kSrcCurrentBase) {
             const int64_t row = kSrcCurrentBase - src;
-            x                 = keys ? p.cur.k[row * p.cur.k_stride + head * dim + d] : p.cur.v[row * p.cur.v_stride + head * dim + d];
+            x = keys ? p.cur.k[row * p.cur.k_stride + head * dim + d] : p.cur.v[row * p.cur.v_stride + head * dim + d];
         } else if (src == kSrcFar) {
             x = decode_channel(far + j * cell_step, d);
             if (keys) {
@@ -149,7 +154,7 @@ __device__ __forceinline__ void fold_group(const FoldParams & p, const int32_t *
     }
     __syncthreads();
 
-    const int lane = threadIdx.x % kFoldLanes, team = threadIdx.x / kFoldLanes;
+    const int     lane = threadIdx.x % kFoldLanes, team = threadIdx.x / kFoldLanes;
     constexpr int teams = kFoldThreads / kFoldLanes;
     if (keys) {
         const float inverse = __fdiv_rn(1.0f, float(present));
@@ -183,7 +188,8 @@ __device__ __forceinline__ void fold_group(const FoldParams & p, const int32_t *
             for (float x : warp_squares) {
                 total += x;
             }
-            p.spread[int64_t(group) * mem.n_head_kv + head] = f16_encode(fminf(total / (float(present) * float(dim)), 65504.0f));
+            p.spread[int64_t(group) * mem.n_head_kv + head] =
+                f16_encode(fminf(total / (float(present) * float(dim)), 65504.0f));
         }
         // the summary replaces the mean by what it decodes to
         for (int sub = team; sub < (dim / kFp4ScaleGroup + teams - 1) / teams * teams; sub += teams) {
@@ -193,13 +199,13 @@ __device__ __forceinline__ void fold_group(const FoldParams & p, const int32_t *
             const uint32_t scale = encode_16(mean + at * kFp4ScaleGroup, lane, byte);
             __syncwarp();
             if (real) {
-                Fp4Block & to                 = summary[sub / 4];
+                Fp4Block & to                  = summary[sub / 4];
                 to.quant[8 * (sub % 4) + lane] = uint8_t(byte);
                 if (lane == 0) {
                     to.scale[sub % 4] = uint8_t(scale);
                 }
             }
-            const float s = scale_decode(scale);
+            const float s  = scale_decode(scale);
             const float lo = e2m1_decode(byte & 0xFu) * s, hi = e2m1_decode(byte >> 4) * s;
             if (real) {
                 rows[m * dim + sub * kFp4ScaleGroup + lane]     = lo;

@@ -1,5 +1,6 @@
 // kv_attend on CUDA: which kernel, how many splits, where its scratch goes.
 #include "ops/attend_decode.cuh"
+#include "ops/attend_prefill.cuh"
 #include "ops/kv_ops_cuda.h"
 
 namespace kvfold {
@@ -8,46 +9,80 @@ namespace {
 
 using device::AttendParams;
 
+// The prefill kernel of a head size. Turing has at most 64 KiB of shared memory a block.
+template <int D, bool SMALL>
+using Prefill = device::PrefillShape<D, D == 256 || (D == 128 && SMALL) ? 32 : 64, D == 256 ? 4 : 8>;
+
 struct Plan {
-    int    blocks;   // of 8 columns a thread block handles: 1 or 2
+    bool   prefill;
+    int    blocks;   // of 8 columns a thread block of the decode kernel handles: 1 or 2
     int    z;        // thread blocks over the columns of a KV head
     int    n_split;  // shares of the cells
     size_t ml_offset;
     size_t scratch;
 };
 
-// The number of splits fills the device once; every warp then gets the same number of tiles, give or take one.
+int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+// Splits are chosen so that the device is full once, and no more: every one costs a partial result.
 Plan make_plan(const AttendArgs & a, const CudaDevice & device) {
     Plan      p{};
-    const int columns = a.n_q * (a.n_head / a.mem.n_head_kv);
-    p.blocks          = columns > 8 && a.mem.head_dim <= 128 ? 2 : 1;
-    p.z               = (columns + 8 * p.blocks - 1) / (8 * p.blocks);
-
-    const int resident = a.mem.head_dim == 256 ? 2 : p.blocks == 1 ? 4 : 3;
-    const int tiles    = (a.n_kv + device::kDecodeTile - 1) / device::kDecodeTile;
-    const int room     = resident * device.n_sm / (a.mem.n_head_kv * p.z);
-    const int shares   = (room < 1 ? 1 : room) * device::kDecodeWarps;
-    const int per_warp = tiles <= 2 * device::kDecodeWarps ? 2 : (tiles + shares - 1) / shares;
-    const int block    = per_warp * device::kDecodeWarps;
-    p.n_split          = (tiles + block - 1) / block;
-
+    const int dim = a.mem.head_dim, columns = a.n_q * (a.n_head / a.mem.n_head_kv);
+    // Up to 16 columns the decode kernel needs one pass. (Turing has not the shared memory for the other at head size 256.)
+    p.prefill = columns > 16 && !(device.arch < 80 && dim == 256);
+    if (p.prefill) {
+        const int rows = dim == 256 ? 64 : 128, cells = dim == 256 || (dim == 128 && device.arch < 80) ? 32 : 64;
+        p.z             = ceil_div(columns, rows);
+        const int tiles = ceil_div(a.n_kv, cells), room = device.n_sm / (p.z * a.mem.n_head_kv);
+        const int most  = ceil_div(tiles, 4);
+        const int split = room < 1 ? 1 : room < most ? room : most;
+        p.n_split       = ceil_div(tiles, ceil_div(tiles, split));
+    } else {
+        p.blocks           = columns > 8 && dim <= 128 ? 2 : 1;
+        p.z                = ceil_div(columns, 8 * p.blocks);
+        const int tiles    = ceil_div(a.n_kv, device::kDecodeTile);
+        const int room     = device::decode_blocks_sm(dim, p.blocks) * device.n_sm / (a.mem.n_head_kv * p.z);
+        const int shares   = (room < 1 ? 1 : room) * device::kDecodeWarps;
+        const int per_warp = tiles <= 2 * device::kDecodeWarps ? 2 : ceil_div(tiles, shares);
+        p.n_split = ceil_div(tiles, (per_warp < 64 ? per_warp : 64) * device::kDecodeWarps);  // the kernel counts to 64
+    }
     if (p.n_split > 1) {
         const size_t rows = size_t(p.n_split) * a.n_q * a.n_head;
-        p.ml_offset       = rows * a.mem.head_dim * sizeof(float);
+        p.ml_offset       = rows * dim * sizeof(float);
         p.scratch         = p.ml_offset + rows * sizeof(float2);
     }
     return p;
 }
 
-template <int D> void launch(const AttendParams & p, const Plan & plan, cudaStream_t stream) {
-    const dim3 grid(p.n_head_kv, plan.n_split, plan.z);
-    if constexpr (D <= 128) {
-        if (plan.blocks == 2) {
-            device::attend_decode<D, 2><<<grid, 32 * device::kDecodeWarps, 0, stream>>>(p);
+template <class S>
+void launch_prefill(const AttendParams & p, const Plan & plan, cudaStream_t stream) {
+    static_assert(S::shared_bytes <= 99 * 1024 - 1024, "more than consumer devices have");
+    // of the current device, hence every time; a failure shows in the launch
+    (void) cudaFuncSetAttribute(device::attend_prefill<S>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                S::shared_bytes);
+    device::attend_prefill<S><<<dim3(plan.z, p.n_head_kv, plan.n_split), S::threads, S::shared_bytes, stream>>>(p);
+}
+
+template <int D>
+void launch(const AttendParams & p, const Plan & plan, const CudaDevice & device, cudaStream_t stream) {
+    if (plan.prefill) {
+        if (device.arch < 80) {
+            if constexpr (D <= 128) {
+                launch_prefill<Prefill<D, true>>(p, plan, stream);
+            }
+        } else {
+            launch_prefill<Prefill<D, false>>(p, plan, stream);
         }
-    }
-    if (plan.blocks == 1) {
-        device::attend_decode<D, 1><<<grid, 32 * device::kDecodeWarps, 0, stream>>>(p);
+    } else {
+        const dim3 grid(p.n_head_kv, plan.n_split, plan.z);
+        if (plan.blocks == 1) {
+            device::attend_decode<D, 1><<<grid, 32 * device::kDecodeWarps, 0, stream>>>(p);
+        }
+        if constexpr (D <= 128) {
+            if (plan.blocks == 2) {
+                device::attend_decode<D, 2><<<grid, 32 * device::kDecodeWarps, 0, stream>>>(p);
+            }
+        }
     }
     if (plan.n_split > 1) {
         device::attend_merge<D><<<p.n_q * p.n_head, 32 * device::kMergeWarps, 0, stream>>>(p);
@@ -115,10 +150,17 @@ void kv_attend_cuda(const AttendArgs & a, const CudaDevice & device, void * scra
     p.score_scale    = a.softcap == 0.0f ? device::kLog2E : 1.0f;
     p.softcap        = a.softcap;
     switch (a.mem.head_dim) {
-        case 64: launch<64>(p, plan, stream); break;
-        case 128: launch<128>(p, plan, stream); break;
-        case 256: launch<256>(p, plan, stream); break;
-        default: break;  // kv_ops_cuda_refusal() names it
+    case 64:
+        launch<64>(p, plan, device, stream);
+        break;
+    case 128:
+        launch<128>(p, plan, device, stream);
+        break;
+    case 256:
+        launch<256>(p, plan, device, stream);
+        break;
+    default:
+        break;  // kv_ops_cuda_refusal() names it
     }
 }
 

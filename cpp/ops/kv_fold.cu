@@ -22,7 +22,8 @@ FoldParams fold_params(const FoldArgs & a) {
 }
 
 // grid: x planned group (padding included), y KV head, z keys or values
-__global__ void __launch_bounds__(kFoldThreads) fold_kernel(const __grid_constant__ FoldParams p, const int32_t * plan, const int32_t * n_real) {
+__global__ void __launch_bounds__(kFoldThreads)
+    fold_kernel(const __grid_constant__ FoldParams p, const int32_t * plan, const int32_t * n_real) {
     extern __shared__ float shared[];
     if (n_real != nullptr && int(blockIdx.x) >= *n_real) {
         return;
@@ -36,7 +37,7 @@ __global__ void __launch_bounds__(kFoldThreads)
     commit_kernel(const __grid_constant__ FoldParams p, const int32_t * plan, const int32_t * n_real, int capacity,
                   const __grid_constant__ StoreParams s) {
     extern __shared__ float shared[];
-    const int n = n_real != nullptr ? min(*n_real, capacity) : capacity;
+    const int               n = n_real != nullptr ? min(*n_real, capacity) : capacity;
     for (int i = 0; i < n; ++i) {
         device::fold_group(p, plan + i * (1 + p.mem.group), blockIdx.x, FoldPart(blockIdx.y), shared);
     }
@@ -60,8 +61,8 @@ void kv_fold_cuda(const FoldArgs & a, const int32_t * n_real, cudaStream_t strea
 void kv_commit_cuda(const FoldArgs & fold, const int32_t * n_real, const StoreArgs & store, const Epoch & epoch,
                     cudaStream_t stream) {
     const dim3 grid(fold.mem.n_head_kv, 2);
-    commit_kernel<<<grid, kFoldThreads, device::fold_shared_bytes(fold.mem), stream>>>(fold_params(fold), fold.plan, n_real,
-                                                                                        fold.n_groups, device::store_params(store, epoch));
+    commit_kernel<<<grid, kFoldThreads, device::fold_shared_bytes(fold.mem), stream>>>(
+        fold_params(fold), fold.plan, n_real, fold.n_groups, device::store_params(store, epoch));
 }
 
 }  // namespace kvfold

@@ -1,0 +1,872 @@
+// Checks the CUDA operations against plain CPU code and times them, without ggml or a model.
+//
+// usage: harness [check] [quick] [time] [profile]
+//   check    every operation over many shapes, against a double-precision reference (attention) or byte by byte (fold, store)
+//   quick    the same over few shapes, for compute-sanitizer
+//   time     decode, prefill, fold over depths; the far rows of a layer are random, layers rotate so that caches do not help
+//   profile  a few decode launches at 64K for a profiler
+// Exit status 1 when a check failed.
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "format/fp4_codec.h"
+#include "ops/kv_ops.h"
+#include "ops/kv_ops_cuda.h"
+
+using namespace kvfold;
+
+#define CHECK_CUDA(x)                                                                                                  \
+    do {                                                                                                               \
+        const cudaError_t e_ = (x);                                                                                    \
+        if (e_ != cudaSuccess) {                                                                                       \
+            std::printf("%s:%d: %s: %s\n", __FILE__, __LINE__, #x, cudaGetErrorString(e_));                            \
+            std::exit(2);                                                                                              \
+        }                                                                                                              \
+    } while (0)
+
+namespace {
+
+using Rng = std::mt19937;
+
+int uniform(Rng & rng, int lo, int hi) { return std::uniform_int_distribution<int>(lo, hi)(rng); }
+
+float normal(Rng & rng) { return std::normal_distribution<float>(0.0f, 1.0f)(rng); }
+
+template <typename T>
+class DeviceArray {
+  public:
+    DeviceArray() = default;
+    explicit DeviceArray(size_t n) { resize(n); }
+    explicit DeviceArray(const std::vector<T> & host) {
+        resize(host.size());
+        upload(host);
+    }
+    DeviceArray(const DeviceArray &)             = delete;
+    DeviceArray & operator=(const DeviceArray &) = delete;
+    DeviceArray(DeviceArray && o) noexcept : data_(o.data_), n_(o.n_) { o.data_ = nullptr; }
+    ~DeviceArray() { cudaFree(data_); }
+
+    void resize(size_t n) {
+        cudaFree(data_);
+        data_ = nullptr;
+        n_    = n;
+        CHECK_CUDA(cudaMalloc(&data_, std::max<size_t>(n * sizeof(T), 256)));
+    }
+    void upload(const std::vector<T> & host) {
+        CHECK_CUDA(cudaMemcpy(data_, host.data(), host.size() * sizeof(T), cudaMemcpyHostToDevice));
+    }
+    std::vector<T> download() const {
+        std::vector<T> host(n_);
+        CHECK_CUDA(cudaMemcpy(host.data(), data_, n_ * sizeof(T), cudaMemcpyDeviceToHost));
+        return host;
+    }
+    T * get() const { return data_; }
+
+  private:
+    T *    data_ = nullptr;
+    size_t n_    = 0;
+};
+
+CudaDevice the_device() {
+    cudaDeviceProp p{};
+    CHECK_CUDA(cudaGetDeviceProperties(&p, 0));
+    return {p.multiProcessorCount, 10 * p.major + p.minor};
+}
+
+void parallel_for(int n, const std::function<void(int)> & f) {
+    const int                n_threads = std::max(1u, std::thread::hardware_concurrency());
+    std::atomic<int>         next{0};
+    std::vector<std::thread> threads;
+    for (int i = 0; i < std::min(n, n_threads); ++i) {
+        threads.emplace_back([&] {
+            for (int j; (j = next++) < n;) {
+                f(j);
+            }
+        });
+    }
+    for (auto & t : threads) {
+        t.join();
+    }
+}
+
+// --- a layer on the host and on the device ---------------------------------------------------------------------------
+
+struct Layer {
+    int                   n_head_kv, dim, group, n_cells, n_near, n_rows;
+    std::vector<Fp4Block> far_k, far_v;
+    std::vector<uint8_t>  side;
+    std::vector<uint16_t> near_k, near_v;
+    std::vector<float>    cur_k, cur_v;  // [n_rows][n_head_kv * dim + pad]
+    int                   cur_stride;
+
+    int blocks() const { return dim / kFp4BlockValues; }
+
+    LayerMemory memory() {
+        return {n_head_kv,    dim,          group,       n_cells,       n_near,
+                far_k.data(), far_v.data(), side.data(), near_k.data(), near_v.data()};
+    }
+    CurrentRows current() const { return {cur_k.data(), cur_v.data(), cur_stride, cur_stride, n_rows}; }
+};
+
+struct DeviceLayer {
+    DeviceArray<Fp4Block> far_k, far_v;
+    DeviceArray<uint8_t>  side;
+    DeviceArray<uint16_t> near_k, near_v;
+    DeviceArray<float>    cur_k, cur_v;
+    LayerMemory           mem;
+    CurrentRows           cur;
+
+    explicit DeviceLayer(Layer & l)
+        : far_k(l.far_k), far_v(l.far_v), side(l.side), near_k(l.near_k), near_v(l.near_v), cur_k(l.cur_k),
+          cur_v(l.cur_v) {
+        mem = {l.n_head_kv, l.dim,       l.group,    l.n_cells,    l.n_near,
+               far_k.get(), far_v.get(), side.get(), near_k.get(), near_v.get()};
+        cur = {cur_k.get(), cur_v.get(), l.cur_stride, l.cur_stride, l.n_rows};
+    }
+};
+
+void random_blocks(Rng & rng, Fp4Block * b, size_t n, int scale_lo, int scale_hi) {
+    for (size_t i = 0; i < n; ++i) {
+        for (auto & s : b[i].scale) {
+            s = uint8_t(uniform(rng, scale_lo, scale_hi));
+        }
+        for (auto & q : b[i].quant) {
+            q = uint8_t(rng());
+        }
+    }
+}
+
+Layer random_layer(Rng & rng, int n_head_kv, int dim, int group, int n_cells, int n_near, int n_rows) {
+    Layer l{};
+    l.n_head_kv = n_head_kv, l.dim = dim, l.group = group, l.n_near = n_near, l.n_rows = n_rows;
+    l.n_cells               = (n_cells + group - 1) / group * group;
+    l.cur_stride            = n_head_kv * dim + 4 * uniform(rng, 0, 3);
+    const size_t row_blocks = size_t(n_head_kv) * l.blocks();
+    l.far_k.resize(l.n_cells * row_blocks);
+    l.far_v.resize(l.n_cells * row_blocks);
+    // keys of about 1, differences of about 0.25, values of about 1: scale codes of 2^-3 .. 2^-1 and below
+    random_blocks(rng, l.far_k.data(), l.far_k.size(), 0xA0, 0xA8);
+    random_blocks(rng, l.far_v.data(), l.far_v.size(), 0xA8, 0xB4);
+    const SideLayout s = side_layout(n_head_kv, dim, l.n_cells / group);
+    l.side.assign(s.bytes, 0);
+    random_blocks(rng, reinterpret_cast<Fp4Block *>(l.side.data()), size_t(l.n_cells / group) * row_blocks, 0xA8, 0xB0);
+    auto fill_half = [&](std::vector<uint16_t> & x) {
+        x.resize(size_t(n_near) * n_head_kv * dim);
+        for (auto & h : x) {
+            h = f16_encode(normal(rng));
+        }
+    };
+    fill_half(l.near_k);
+    fill_half(l.near_v);
+    auto fill_float = [&](std::vector<float> & x) {
+        x.resize(size_t(n_rows) * l.cur_stride);
+        for (auto & f : x) {
+            f = normal(rng);
+        }
+    };
+    fill_float(l.cur_k);
+    fill_float(l.cur_v);
+    return l;
+}
+
+// --- attention -------------------------------------------------------------------------------------------------------
+
+struct Case {
+    int         dim, group, n_head_kv, gqa, n_q, n_kv;
+    std::string sources;  // far, tail, mixed, near
+    std::string mask;     // none, causal, sequences, bias
+    float       softcap = 0.0f;
+    bool        sinks   = false;
+};
+
+struct Inputs {
+    std::vector<int32_t>  cell_src;
+    std::vector<uint16_t> mask;
+    int                   mask_stride = 0;
+    std::vector<float>    q;
+    std::vector<float>    sinks;
+};
+
+constexpr uint16_t kHalfMinusInf = 0xFC00;
+
+// Sources and masks of a case; what no query may see is poisoned in `l`.
+Inputs make_inputs(Rng & rng, const Case & c, Layer & l) {
+    Inputs in;
+    in.cell_src.assign(c.n_kv, kSrcFar);
+    const int n_cur = std::min(c.n_q, c.n_kv);
+    if (c.sources == "tail" || c.sources == "near") {
+        const int first_near = c.sources == "near" ? 0 : std::max(0, c.n_kv - n_cur - 100);
+        int       row        = 0;
+        for (int i = 0; i < c.n_kv; ++i) {
+            if (i >= c.n_kv - n_cur) {
+                in.cell_src[i] = src_current(i - (c.n_kv - n_cur));
+            } else if ((i >= first_near || i < 4) && row < l.n_near) {
+                in.cell_src[i] = row++;
+            }
+        }
+    } else if (c.sources == "mixed") {
+        for (int i = 0; i < c.n_kv; ++i) {
+            const int kind = uniform(rng, 0, 9);
+            in.cell_src[i] = kind < 5   ? kSrcFar
+                             : kind < 7 ? uniform(rng, 0, l.n_near - 1)
+                             : kind < 8 ? src_current(uniform(rng, 0, n_cur - 1))
+                                        : kSrcHidden;
+        }
+        for (int i = 64; i + 64 <= c.n_kv; i += 256) {  // some whole tiles of one kind
+            const int32_t src = uniform(rng, 0, 1) ? kSrcFar : kSrcHidden;
+            std::fill(in.cell_src.begin() + i, in.cell_src.begin() + i + 64, src);
+        }
+    } else {  // far, with a few hidden cells when there is room
+        for (int i = 0; i < c.n_kv / 50; ++i) {
+            in.cell_src[uniform(rng, 0, c.n_kv - 1)] = kSrcHidden;
+        }
+    }
+    in.mask_stride = (c.n_kv + 63) / 64 * 64;
+    if (c.mask != "none") {
+        in.mask.assign(size_t(c.n_q) * in.mask_stride, 0x7E00);  // NaN where nobody may look
+        for (int i = 0; i < c.n_q; ++i) {
+            for (int k = 0; k < c.n_kv; ++k) {
+                bool     seen  = true;
+                uint16_t value = 0;
+                if (c.mask == "causal") {
+                    seen = k <= c.n_kv - c.n_q + i;
+                } else if (c.mask == "sequences") {
+                    seen = (k / 40) % 3 == i % 3 && i != c.n_q / 2;  // one query sees nothing
+                } else {
+                    seen  = uniform(rng, 0, 7) != 0;
+                    value = f16_encode(0.5f * normal(rng));
+                }
+                seen &= in.cell_src[k] != kSrcHidden;
+                in.mask[size_t(i) * in.mask_stride + k] = seen ? value : kHalfMinusInf;
+            }
+        }
+    }
+    in.q.resize(size_t(c.n_q) * c.n_head_kv * c.gqa * c.dim);
+    for (auto & x : in.q) {
+        x = normal(rng);
+    }
+    if (c.sinks) {
+        in.sinks.resize(c.n_head_kv * c.gqa);
+        for (auto & x : in.sinks) {
+            x = 3.0f * normal(rng);
+        }
+    }
+    // poison
+    std::vector<char> near_used(l.n_near), group_used(l.n_cells / l.group);
+    const size_t      row_blocks = size_t(l.n_head_kv) * l.blocks();
+    for (int i = 0; i < l.n_cells; ++i) {
+        const int32_t src = i < c.n_kv ? in.cell_src[i] : kSrcHidden;
+        if (src >= 0) {
+            near_used[src] = 1;
+        }
+        if (src == kSrcFar) {
+            group_used[i / l.group] = 1;
+        } else {
+            std::memset(static_cast<void *>(&l.far_k[i * row_blocks]), 0xFF, row_blocks * sizeof(Fp4Block));
+            std::memset(static_cast<void *>(&l.far_v[i * row_blocks]), 0xFF, row_blocks * sizeof(Fp4Block));
+        }
+    }
+    for (size_t g = 0; g < group_used.size(); ++g) {
+        if (!group_used[g]) {
+            std::memset(&l.side[g * row_blocks * sizeof(Fp4Block)], 0xFF, row_blocks * sizeof(Fp4Block));
+        }
+    }
+    const size_t row = size_t(l.n_head_kv) * l.dim;
+    for (int i = 0; i < l.n_near; ++i) {
+        if (!near_used[i]) {
+            std::fill_n(l.near_k.begin() + i * row, row, uint16_t(0x7E00));
+            std::fill_n(l.near_v.begin() + i * row, row, uint16_t(0x7E00));
+        }
+    }
+    return in;
+}
+
+// Plain attention in double precision, from the definition in kv_ops.h.
+std::vector<float> reference(const Case & c, Layer & l, const Inputs & in, float scale) {
+    const int          n_head = c.n_head_kv * c.gqa, dim = c.dim;
+    std::vector<float> out(size_t(c.n_q) * n_head * dim);
+    std::vector<float> all_k(size_t(c.n_head_kv) * c.n_kv * dim), all_v(all_k.size());
+    parallel_for(c.n_head_kv, [&](int h) {
+        float *      k = &all_k[size_t(h) * c.n_kv * dim], *v = &all_v[size_t(h) * c.n_kv * dim];
+        const size_t row = size_t(c.n_head_kv) * dim, head_blocks = l.blocks();
+        for (int i = 0; i < c.n_kv; ++i) {
+            float *       ki = &k[size_t(i) * dim], *vi = &v[size_t(i) * dim];
+            const int32_t src = in.cell_src[i];
+            if (src == kSrcFar) {
+                const Fp4Block * kb = &l.far_k[(size_t(i) * c.n_head_kv + h) * head_blocks];
+                const Fp4Block * vb = &l.far_v[(size_t(i) * c.n_head_kv + h) * head_blocks];
+                const Fp4Block * sb =
+                    reinterpret_cast<Fp4Block *>(l.side.data()) + (size_t(i / c.group) * c.n_head_kv + h) * head_blocks;
+                for (int d = 0; d < dim; d += 16) {
+                    float s[16];
+                    fp4_decode_16(kb[d / 64], d % 64 / 16, ki + d);
+                    fp4_decode_16(sb[d / 64], d % 64 / 16, s);
+                    fp4_decode_16(vb[d / 64], d % 64 / 16, vi + d);
+                    for (int j = 0; j < 16; ++j) {
+                        ki[d + j] += s[j];
+                    }
+                }
+            } else if (src >= 0) {
+                for (int d = 0; d < dim; ++d) {
+                    ki[d] = f16_decode(l.near_k[src * row + h * dim + d]);
+                    vi[d] = f16_decode(l.near_v[src * row + h * dim + d]);
+                }
+            } else if (src_is_current(src)) {
+                for (int d = 0; d < dim; ++d) {
+                    ki[d] = l.cur_k[size_t(src_current_row(src)) * l.cur_stride + h * dim + d];
+                    vi[d] = l.cur_v[size_t(src_current_row(src)) * l.cur_stride + h * dim + d];
+                }
+            }
+        }
+    });
+    parallel_for(c.n_head_kv * c.n_q, [&](int item) {
+        const int           h = item / c.n_q, i = item % c.n_q;
+        const float *       k = &all_k[size_t(h) * c.n_kv * dim], *v = &all_v[size_t(h) * c.n_kv * dim];
+        std::vector<double> s(c.n_kv), acc(dim);
+        {
+            for (int g = 0; g < c.gqa; ++g) {
+                const int     head = h * c.gqa + g;
+                const float * q    = &in.q[(size_t(i) * n_head + head) * dim];
+                double        top  = in.sinks.empty() ? -INFINITY : in.sinks[head];
+                for (int j = 0; j < c.n_kv; ++j) {
+                    s[j] = -INFINITY;
+                    if (in.cell_src[j] == kSrcHidden) {
+                        continue;
+                    }
+                    const float m = in.mask.empty() ? 0.0f : f16_decode(in.mask[size_t(i) * in.mask_stride + j]);
+                    if (m == -INFINITY) {
+                        continue;
+                    }
+                    float lanes[8] = {};
+                    for (int d = 0; d < dim; d += 8) {
+                        for (int e = 0; e < 8; ++e) {
+                            lanes[e] += q[d + e] * k[size_t(j) * dim + d + e];
+                        }
+                    }
+                    double x = 0;
+                    for (float y : lanes) {
+                        x += y;
+                    }
+                    x *= scale;
+                    if (c.softcap != 0.0f) {
+                        x = c.softcap * std::tanh(x / c.softcap);
+                    }
+                    s[j] = x + m;
+                    top  = std::max(top, s[j]);
+                }
+                double sum = in.sinks.empty() ? 0.0 : std::exp(in.sinks[head] - top);
+                std::fill(acc.begin(), acc.end(), 0.0);
+                for (int j = 0; j < c.n_kv; ++j) {
+                    if (s[j] == -INFINITY) {
+                        continue;
+                    }
+                    const double w = std::exp(s[j] - top);
+                    sum += w;
+                    for (int d = 0; d < dim; ++d) {
+                        acc[d] += w * v[size_t(j) * dim + d];
+                    }
+                }
+                for (int d = 0; d < dim; ++d) {
+                    out[(size_t(i) * n_head + head) * dim + d] = sum > 0 ? float(acc[d] / sum) : 0.0f;
+                }
+            }
+        }
+    });
+    return out;
+}
+
+struct Errors {
+    double whole, worst_row;
+};
+
+Errors compare(const std::vector<float> & got, const std::vector<float> & want, int dim) {
+    double e2 = 0, w2 = 0, worst = 0;
+    for (size_t i = 0; i < want.size(); i += dim) {
+        double e = 0, w = 0;
+        for (int d = 0; d < dim; ++d) {
+            const double x = double(got[i + d]) - want[i + d];
+            e += x * x;
+            w += double(want[i + d]) * want[i + d];
+        }
+        e2 += e, w2 += w;
+        worst = std::max(worst, w > 0 ? std::sqrt(e / w) : (e > 0 ? INFINITY : 0.0));
+        if (!(e >= 0)) {
+            worst = INFINITY;  // NaN
+        }
+    }
+    return {w2 > 0 && e2 >= 0 ? std::sqrt(e2 / w2) : (e2 == 0 ? 0.0 : INFINITY), worst};
+}
+
+// Queries and weights are rounded to f16 (2^-11 = 5e-4), which errors of single scores of about 1 inherit; sums of many
+// values cancel more than their errors do, hence the room. A wrong row or channel shows as an error of order 1.
+constexpr double kTolerance = 4e-3;
+
+int n_failed = 0;
+
+void check_attend(Rng & rng, const Case & c, const CudaDevice & device) {
+    const int n_near = 160, n_head = c.n_head_kv * c.gqa;
+    Layer     l  = random_layer(rng, c.n_head_kv, c.dim, c.group, c.n_kv, n_near, std::max(1, std::min(c.n_q, c.n_kv)));
+    Inputs    in = make_inputs(rng, c, l);
+    const float scale = 1.0f / std::sqrt(float(c.dim));
+    const auto  want  = reference(c, l, in, scale);
+
+    DeviceLayer           d(l);
+    DeviceArray<int32_t>  cell_src(in.cell_src);
+    DeviceArray<uint16_t> mask(in.mask);
+    DeviceArray<float>    q(in.q), sinks(in.sinks), out(std::vector<float>(want.size(), NAN));
+    AttendArgs            a{};
+    a.mem = d.mem, a.cur = d.cur, a.cell_src = cell_src.get(), a.n_kv = c.n_kv;
+    a.q = q.get(), a.q_stride_query = int64_t(n_head) * c.dim, a.q_stride_head = c.dim, a.n_q = c.n_q,
+    a.n_head = n_head;
+    a.mask = in.mask.empty() ? nullptr : mask.get(), a.mask_stride = in.mask_stride;
+    a.sinks = in.sinks.empty() ? nullptr : sinks.get();
+    a.scale = scale, a.softcap = c.softcap, a.out = out.get();
+    const size_t         scratch_bytes = kv_attend_cuda_scratch(a, device);
+    DeviceArray<uint8_t> scratch(std::vector<uint8_t>(scratch_bytes, 0xFF));
+    kv_attend_cuda(a, device, scratch.get(), nullptr);
+    CHECK_CUDA(cudaGetLastError());
+    CHECK_CUDA(cudaDeviceSynchronize());
+    const Errors e    = compare(out.download(), want, c.dim);
+    const bool   good = e.whole < kTolerance && e.worst_row < 8 * kTolerance;
+    n_failed += !good;
+    std::printf("%s attend head %3d m %2d kv-heads %d gqa %2d n_q %3d n_kv %5d %-5s mask %-9s cap %2.0f sinks %d: "
+                "error %.1e, worst row %.1e\n",
+                good ? "ok  " : "FAIL", c.dim, c.group, c.n_head_kv, c.gqa, c.n_q, c.n_kv, c.sources.c_str(),
+                c.mask.c_str(), c.softcap, c.sinks, e.whole, e.worst_row);
+    std::fflush(stdout);
+}
+
+void check_attend_all(bool quick, const CudaDevice & device) {
+    Rng               rng(1);
+    const char *      sources[] = {"far", "tail", "mixed", "near"};
+    const char *      masks[]   = {"none", "causal", "sequences", "bias"};
+    std::vector<Case> cases;
+    for (int dim : {64, 128, 256}) {
+        for (int group : {2, 4, 8, 16, 32}) {
+            for (const char * s : sources) {
+                const bool near = std::string(s) == "near";
+                cases.push_back({dim, group, 2, 4, 1, near ? 150 : 1024 + 33, s, "none"});
+                cases.push_back({dim, group, 2, 2, 3, near ? 130 : 700, s, "causal"});
+            }
+        }
+    }
+    for (int i = 0; i < 120; ++i) {
+        Case c{};
+        c.dim             = 64 << uniform(rng, 0, 2);
+        c.group           = 2 << uniform(rng, 0, 4);
+        c.n_head_kv       = uniform(rng, 1, 4);
+        const int gqas[]  = {1, 2, 3, 4, 5, 7, 8, 16};
+        c.gqa             = gqas[uniform(rng, 0, 7)];
+        const int n_qs[]  = {1, 1, 2, 4, 7, 16, 17, 33, 64, 100, 200};
+        c.n_q             = n_qs[uniform(rng, 0, 10)];
+        const int n_kvs[] = {1, 31, 32, 64, 100, 256, 1000, 2048, 4100, 9000};
+        c.n_kv            = std::max(n_kvs[uniform(rng, 0, 9)], c.n_q);
+        c.sources         = sources[uniform(rng, 0, 3)];
+        if (c.sources == "near") {
+            c.n_kv = std::max(std::min(c.n_kv, 150), c.n_q);
+        }
+        c.mask    = masks[uniform(rng, 0, 3)];
+        c.softcap = uniform(rng, 0, 3) == 0 ? 30.0f : 0.0f;
+        c.sinks   = uniform(rng, 0, 3) == 0;
+        while (c.n_kv > 2 * c.n_q && double(c.n_q) * c.n_head_kv * c.gqa * c.n_kv * c.dim > 1e9) {
+            c.n_kv /= 2;  // the reference is slow
+        }
+        cases.push_back(c);
+    }
+    for (int dim : {64, 128, 256}) {  // many splits, long rows of the merge
+        cases.push_back({dim, 4, 8, 4, 1, dim == 256 ? 20000 : 40000, "tail", "none"});
+        cases.push_back({dim, 8, 2, 8, 4, 20000, "mixed", "sequences"});
+        cases.push_back({dim, 4, 2, 4, 128, 3000, "tail", "causal"});
+    }
+    for (size_t i = 0; i < cases.size(); ++i) {
+        if (!quick || i % 12 == 5) {
+            if (quick) {
+                cases[i].n_kv = std::max(cases[i].n_q, std::min(cases[i].n_kv, 700));
+            }
+            check_attend(rng, cases[i], device);
+        }
+    }
+}
+
+// --- fold and store --------------------------------------------------------------------------------------------------
+
+template <typename T>
+size_t count_differences(const std::vector<T> & a, const std::vector<T> & b) {
+    size_t         n  = 0;
+    const uint8_t *pa = reinterpret_cast<const uint8_t *>(a.data()), *pb = reinterpret_cast<const uint8_t *>(b.data());
+    for (size_t i = 0; i < a.size() * sizeof(T); ++i) {
+        n += pa[i] != pb[i];
+    }
+    return n;
+}
+
+void store_reference(Layer & l, const std::vector<int32_t> & dst) {
+    const size_t row = size_t(l.n_head_kv) * l.dim;
+    for (int r = 0; r < l.n_rows; ++r) {
+        for (size_t i = 0; i < row && dst[r] >= 0; ++i) {
+            l.near_k[dst[r] * row + i] = f16_encode(l.cur_k[size_t(r) * l.cur_stride + i]);
+            l.near_v[dst[r] * row + i] = f16_encode(l.cur_v[size_t(r) * l.cur_stride + i]);
+        }
+    }
+}
+
+// `together`: kv_commit_cuda instead of fold, then store.
+void check_fold(Rng & rng, int dim, int group, int n_groups, int capacity, bool together) {
+    Layer                l = random_layer(rng, uniform(rng, 1, 4), dim, group, group * (n_groups + 5), 64, 40);
+    std::vector<int32_t> plan(size_t(capacity) * (1 + group), 7);  // padding is never looked at
+    for (float & x : l.cur_k) {                                    // a wide range, zeros too
+        x *= uniform(rng, 0, 9) == 0 ? 0.0f : std::exp2(float(uniform(rng, -12, 6)));
+    }
+    std::vector<int> order(n_groups + 5);
+    for (size_t i = 0; i < order.size(); ++i) {
+        order[i] = int(i);
+    }
+    std::shuffle(order.begin(), order.end(), rng);
+    for (int i = 0; i < n_groups; ++i) {
+        plan[size_t(i) * (1 + group)] = order[i];
+        for (int j = 0; j < group; ++j) {
+            const int kind                        = uniform(rng, 0, 7);
+            plan[size_t(i) * (1 + group) + 1 + j] = kind < 3   ? uniform(rng, 0, l.n_near - 1)
+                                                    : kind < 5 ? src_current(uniform(rng, 0, l.n_rows - 1))
+                                                    : kind < 7 ? kSrcFar
+                                                               : kSrcHidden;
+        }
+    }
+    std::vector<int32_t> dst(l.n_rows);
+    std::vector<int>     rows(l.n_near);
+    for (int i = 0; i < l.n_near; ++i) {
+        rows[i] = i;
+    }
+    std::shuffle(rows.begin(), rows.end(), rng);
+    for (int r = 0; r < l.n_rows; ++r) {
+        dst[r] = uniform(rng, 0, 2) == 0 ? -1 : rows[r];
+    }
+
+    DeviceLayer          d(l);
+    DeviceArray<int32_t> plan_d(plan), dst_d(dst), count_d(std::vector<int32_t>{n_groups, 42});
+    const SideLayout     side = side_layout(l.n_head_kv, dim, l.n_cells / group);
+    FoldArgs             a{d.mem, d.cur, plan_d.get(), capacity};
+    StoreArgs            s{d.mem, d.cur, dst_d.get()};
+    const Epoch          epoch{count_d.get() + 1, reinterpret_cast<int32_t *>(d.side.get() + side.epoch_offset)};
+    if (together) {
+        kv_commit_cuda(a, count_d.get(), s, epoch, nullptr);
+    } else {
+        kv_fold_cuda(a, count_d.get(), nullptr);
+        kv_store_cuda(s, epoch, nullptr);
+    }
+    CHECK_CUDA(cudaGetLastError());
+    CHECK_CUDA(cudaDeviceSynchronize());
+
+    FoldArgs             ref{l.memory(), l.current(), plan.data(), n_groups};
+    std::vector<uint8_t> scratch(kv_fold_scratch(ref, 1) + 64);
+    Threads              t{};
+    t.nth           = 1;
+    t.scratch       = reinterpret_cast<void *>((reinterpret_cast<uintptr_t>(scratch.data()) + 63) / 64 * 64);
+    t.scratch_bytes = kv_fold_scratch(ref, 1);
+    kv_fold(ref, t);
+    store_reference(l, dst);
+    const int32_t plan_number = 42;
+    std::memcpy(l.side.data() + side.epoch_offset, &plan_number, sizeof(plan_number));
+
+    // the spread is a sum whose order is not prescribed: one unit in the last place is granted
+    auto   got_side = d.side.download();
+    size_t n_spread = 0;
+    for (size_t i = side.spread_offset; i + 1 < side.spread_offset + size_t(l.n_cells / group) * l.n_head_kv * 2;
+         i += 2) {
+        uint16_t x, y;
+        std::memcpy(&x, &got_side[i], 2);
+        std::memcpy(&y, &l.side[i], 2);
+        n_spread += std::abs(int(x) - int(y)) > 1;
+        std::memcpy(&got_side[i], &y, 2);
+    }
+    const size_t bad[] = {count_differences(d.far_k.download(), l.far_k),
+                          count_differences(d.far_v.download(), l.far_v), count_differences(got_side, l.side), n_spread,
+                          count_differences(d.near_k.download(), l.near_k) +
+                              count_differences(d.near_v.download(), l.near_v)};
+    const bool   good  = bad[0] + bad[1] + bad[2] + bad[3] + bad[4] == 0;
+    n_failed += !good;
+    std::printf("%s %s head %3d m %2d groups %3d: wrong bytes in keys %zu values %zu side %zu spreads %zu pool %zu\n",
+                good ? "ok  " : "FAIL", together ? "commit" : "fold+store", dim, group, n_groups, bad[0], bad[1],
+                bad[2], bad[3], bad[4]);
+}
+
+void check_fold_all(bool quick) {
+    Rng rng(2);
+    for (int dim : {64, 128, 256}) {
+        for (int group : {2, 4, 8, 16, 32}) {
+            for (int n : quick ? std::vector<int>{2} : std::vector<int>{0, 1, 3, 40}) {
+                check_fold(rng, dim, group, n, n + 3, false);
+                check_fold(rng, dim, group, std::min(n, 4), std::min(n, 4) + 1, true);
+            }
+        }
+    }
+}
+
+// --- timing ----------------------------------------------------------------------------------------------------------
+
+// Median time in ms of one replay of a graph that holds what `work` queues.
+float time_graph(const std::function<void(cudaStream_t)> & work, int repeats) {
+    cudaStream_t stream;
+    CHECK_CUDA(cudaStreamCreate(&stream));
+    work(stream);
+    CHECK_CUDA(cudaGetLastError());
+    CHECK_CUDA(cudaStreamSynchronize(stream));
+    cudaGraph_t     graph;
+    cudaGraphExec_t exec;
+    CHECK_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
+    work(stream);
+    CHECK_CUDA(cudaStreamEndCapture(stream, &graph));
+    CHECK_CUDA(cudaGraphInstantiate(&exec, graph, 0));
+    cudaEvent_t start, stop;
+    CHECK_CUDA(cudaEventCreate(&start));
+    CHECK_CUDA(cudaEventCreate(&stop));
+    std::vector<float> times;
+    for (int i = 0; i < repeats + 3; ++i) {
+        CHECK_CUDA(cudaEventRecord(start, stream));
+        CHECK_CUDA(cudaGraphLaunch(exec, stream));
+        CHECK_CUDA(cudaEventRecord(stop, stream));
+        CHECK_CUDA(cudaEventSynchronize(stop));
+        float ms;
+        CHECK_CUDA(cudaEventElapsedTime(&ms, start, stop));
+        if (i >= 3) {
+            times.push_back(ms);
+        }
+    }
+    cudaEventDestroy(start);
+    cudaEventDestroy(stop);
+    cudaGraphExecDestroy(exec);
+    cudaGraphDestroy(graph);
+    cudaStreamDestroy(stream);
+    std::sort(times.begin(), times.end());
+    return times[times.size() / 2];
+}
+
+double copy_bandwidth() {
+    const size_t         n = size_t(1) << 30;
+    DeviceArray<uint8_t> a(n), b(n);
+    CHECK_CUDA(cudaMemset(a.get(), 1, n));
+    const float ms = time_graph(
+        [&](cudaStream_t s) { CHECK_CUDA(cudaMemcpyAsync(b.get(), a.get(), n, cudaMemcpyDeviceToDevice, s)); }, 9);
+    return 2.0 * double(n) / ms * 1e3;
+}
+
+struct Shape {
+    const char * name;
+    int          n_layer, n_head_kv, n_head, dim;
+};
+
+// As in a conversation: 4 sinks and the last 128 rows near, the rest far. Padded cells are hidden.
+std::vector<int32_t> conversation(int n_kv, int n_q, int padding) {
+    std::vector<int32_t> src(n_kv, kSrcFar);
+    int                  row = 0;
+    for (int i = 0; i < n_kv; ++i) {
+        const int last = n_kv - padding;
+        src[i]         = i >= last                          ? kSrcHidden
+                         : i >= last - n_q                  ? src_current(i - (last - n_q))
+                         : (i < 4 || i >= last - n_q - 128) ? row++
+                                                            : kSrcFar;
+    }
+    return src;
+}
+
+struct TimedLayers {
+    std::vector<DeviceLayer> layers;
+    int                      n;
+
+    TimedLayers(const Shape & s, int group, int n_kv, int n_q, size_t budget) {
+        Rng          rng(3);
+        const size_t bytes = size_t(n_kv) * s.n_head_kv * s.dim / 64 * 36 * 9 / 4;
+        n                  = int(std::max<size_t>(3, std::min<size_t>(s.n_layer, budget / bytes)));
+        Layer l            = random_layer(rng, s.n_head_kv, s.dim, group, 4096, 160, n_q);
+        // the far tier is a repeated pattern: what it holds does not change the time
+        const size_t row_blocks = size_t(s.n_head_kv) * l.blocks();
+        l.n_cells               = n_kv;
+        auto repeat             = [](std::vector<Fp4Block> & x, size_t to) {
+            const size_t from = x.size();
+            x.resize(to);
+            for (size_t i = from; i < to; i += from) {
+                std::copy_n(x.begin(), std::min(from, to - i), x.begin() + i);
+            }
+        };
+        std::vector<Fp4Block> summary(4096 / group * row_blocks);
+        std::memcpy(static_cast<void *>(summary.data()), l.side.data(), summary.size() * sizeof(Fp4Block));
+        repeat(l.far_k, size_t(n_kv) * row_blocks);
+        repeat(l.far_v, size_t(n_kv) * row_blocks);
+        repeat(summary, size_t(n_kv / group) * row_blocks);
+        l.side.assign(side_layout(s.n_head_kv, s.dim, n_kv / group).bytes, 0);
+        std::memcpy(l.side.data(), summary.data(), summary.size() * sizeof(Fp4Block));
+        for (int i = 0; i < n; ++i) {
+            layers.emplace_back(l);
+        }
+    }
+};
+
+double attend_bytes(const Shape & s, int group, int n_kv) {
+    const double row = double(s.n_head_kv) * s.dim / 64 * 36;
+    return n_kv * (2.0 + 1.0 / group) * row;
+}
+
+void time_attend(const Shape & s, int group, int n_kv, int n_q, bool all_far, const CudaDevice & device,
+                 double bandwidth) {
+    TimedLayers          t(s, group, n_kv, n_q, size_t(1) << 30);
+    Rng                  rng(4);
+    std::vector<int32_t> src =
+        all_far ? std::vector<int32_t>(n_kv, kSrcFar) : conversation(n_kv, n_q, n_kv > 512 ? 100 : 1);
+    std::vector<uint16_t> mask(size_t(n_q) * n_kv, 0);
+    for (int i = 0; i < n_q; ++i) {
+        for (int k = 0; k < n_kv; ++k) {
+            const bool later = src[k] == kSrcHidden || (src_is_current(src[k]) && src_current_row(src[k]) > i);
+            mask[size_t(i) * n_kv + k] = later ? kHalfMinusInf : 0;
+        }
+    }
+    std::vector<float> q(size_t(n_q) * s.n_head * s.dim);
+    for (auto & x : q) {
+        x = normal(rng);
+    }
+    DeviceArray<int32_t>    src_d(src);
+    DeviceArray<uint16_t>   mask_d(mask);
+    DeviceArray<float>      q_d(q), out(q.size());
+    std::vector<AttendArgs> args;
+    for (auto & l : t.layers) {
+        AttendArgs a{};
+        a.mem = l.mem, a.cur = l.cur, a.cell_src = src_d.get(), a.n_kv = n_kv, a.q = q_d.get();
+        a.q_stride_query = int64_t(s.n_head) * s.dim, a.q_stride_head = s.dim, a.n_q = n_q, a.n_head = s.n_head;
+        a.mask = mask_d.get(), a.mask_stride = n_kv, a.scale = 1.0f / std::sqrt(float(s.dim)), a.out = out.get();
+        args.push_back(a);
+    }
+    DeviceArray<uint8_t> scratch(kv_attend_cuda_scratch(args[0], device));
+    const int            repeats = n_q > 16 ? 3 : 15, launches = n_q > 16 ? 4 : 32;
+    const float          ms    = time_graph(
+                                     [&](cudaStream_t stream) {
+                             for (int i = 0; i < launches; ++i) {
+                                 kv_attend_cuda(args[i % t.n], device, scratch.get(), stream);
+                             }
+                                     },
+                                     repeats) /
+                                 launches;
+    const double         bytes = attend_bytes(s, group, n_kv), flops = 4.0 * n_q * s.n_head * double(s.dim) * n_kv;
+    if (n_q <= 16) {
+        std::printf("attend %-10s m %2d n_q %2d n_kv %6d %s: %7.1f us a layer, %6.3f ms for %d layers, %5.2f TB/s, "
+                    "floor %6.1f us\n",
+                    s.name, group, n_q, n_kv, all_far ? "all far" : "talk   ", ms * 1e3, ms * s.n_layer, s.n_layer,
+                    bytes / ms * 1e-9, bytes / bandwidth * 1e6);
+    } else {
+        std::printf("attend %-10s m %2d n_q %4d n_kv %6d: %8.1f us a layer, %7.1f ms for %d layers, %5.1f TFLOP/s "
+                    "(mask not counted off), scratch %.1f MiB\n",
+                    s.name, group, n_q, n_kv, ms * 1e3, ms * s.n_layer, s.n_layer, flops / ms * 1e-9,
+                    double(kv_attend_cuda_scratch(args[0], device)) / (1 << 20));
+    }
+    std::fflush(stdout);
+}
+
+void time_fold(const Shape & s, int group, int n_rows) {
+    Rng                  rng(5);
+    const int            n_groups = std::max(1, n_rows / group);
+    Layer                l = random_layer(rng, s.n_head_kv, s.dim, group, std::max(256, n_rows + group), 300, n_rows);
+    std::vector<int32_t> plan(size_t(n_groups + 2) * (1 + group), -1), dst(n_rows, -1);
+    for (int i = 0; i < n_groups; ++i) {
+        plan[size_t(i) * (1 + group)] = i;
+        for (int j = 0; j < group; ++j) {
+            plan[size_t(i) * (1 + group) + 1 + j] = n_rows >= group ? src_current(i * group + j) : j;
+        }
+    }
+    for (int i = 0; i < std::min(n_rows, 128); ++i) {
+        dst[n_rows - 1 - i] = 100 + i;
+    }
+    DeviceLayer          d(l);
+    DeviceArray<int32_t> plan_d(plan), dst_d(dst), count(std::vector<int32_t>{n_groups, 1}),
+        none(std::vector<int32_t>{0, 1});
+    const SideLayout side = side_layout(l.n_head_kv, l.dim, l.n_cells / group);
+    const FoldArgs   f{d.mem, d.cur, plan_d.get(), n_groups + 2};
+    const StoreArgs  st{d.mem, d.cur, dst_d.get()};
+    const Epoch      epoch{count.get() + 1, reinterpret_cast<int32_t *>(d.side.get() + side.epoch_offset)};
+    constexpr int    n     = 32;
+    auto             timed = [&](const std::function<void(cudaStream_t)> & one) {
+        return 1e3f / n *
+               time_graph(
+                   [&](cudaStream_t stream) {
+                       for (int i = 0; i < n; ++i) {
+                           one(stream);
+                       }
+                   },
+                   9);
+    };
+    std::printf("fold   %-10s m %2d rows %4d: fold %.1f us, store %.1f us", s.name, group, n_rows,
+                timed([&](cudaStream_t x) { kv_fold_cuda(f, count.get(), x); }),
+                timed([&](cudaStream_t x) { kv_store_cuda(st, epoch, x); }));
+    if (n_rows <= 16) {
+        std::printf(", commit with a group %.1f us, without %.1f us",
+                    timed([&](cudaStream_t x) { kv_commit_cuda(f, count.get(), st, epoch, x); }),
+                    timed([&](cudaStream_t x) { kv_commit_cuda(f, none.get(), st, epoch, x); }));
+    }
+    std::printf("\n");
+    std::fflush(stdout);
+}
+
+void time_all(const CudaDevice & device) {
+    const double bandwidth = copy_bandwidth();
+    std::printf("copy %.2f TB/s (read and written)\n", bandwidth * 1e-12);
+    const Shape llama8b{"llama-8b", 32, 8, 32, 128}, llama1b{"llama-1b", 16, 8, 32, 64},
+        llama3b{"llama-3b", 28, 8, 24, 128};
+    const Shape gemma4b{"gemma-4b", 34, 4, 8, 256}, gqa8{"gqa-8", 32, 8, 64, 128};
+    for (int group : {4, 32}) {
+        for (int n_kv : {256, 8192, 32768, 65536, 131072}) {
+            time_attend(llama8b, group, n_kv, 1, false, device, bandwidth);
+        }
+    }
+    time_attend(llama8b, 4, 65536, 1, true, device, bandwidth);
+    time_attend(llama8b, 2, 65536, 1, false, device, bandwidth);
+    for (const Shape & s : {llama1b, llama3b, gemma4b, gqa8}) {
+        time_attend(s, 4, 32768, 1, false, device, bandwidth);
+        time_attend(s, 4, 65536, 1, false, device, bandwidth);
+    }
+    for (int n_q : {2, 4, 8, 16}) {
+        time_attend(llama8b, 4, 32768, n_q, false, device, bandwidth);
+    }
+    for (int group : {4, 32}) {
+        for (int n : {1, 4, 512, 2048}) {
+            time_fold(llama8b, group, n);
+        }
+    }
+    for (int n_kv : {2048, 8192, 32768}) {
+        time_attend(llama8b, 4, n_kv, 512, false, device, bandwidth);
+    }
+    time_attend(llama8b, 4, 32768, 2048, false, device, bandwidth);
+    time_attend(llama1b, 4, 32768, 512, false, device, bandwidth);
+    time_attend(gemma4b, 4, 32768, 512, false, device, bandwidth);
+}
+
+}  // namespace
+
+int main(int argc, char ** argv) {
+    const CudaDevice device = the_device();
+    std::printf("device: sm_%d, %d multiprocessors\n", device.arch, device.n_sm);
+    for (int i = 1; i < argc; ++i) {
+        const std::string what = argv[i];
+        if (what == "check" || what == "quick") {
+            check_fold_all(what == "quick");
+            check_attend_all(what == "quick", device);
+            std::printf("%s: %d failed\n", what.c_str(), n_failed);
+        } else if (what == "time") {
+            time_all(device);
+        } else if (what == "profile") {
+            time_attend({"llama-8b", 4, 8, 32, 128}, 4, 65536, 1, false, device, 4e12);
+        } else {
+            std::printf("unknown: %s\n", what.c_str());
+            return 2;
+        }
+    }
+    return n_failed != 0;
+}

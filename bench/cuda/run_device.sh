@@ -1,0 +1,66 @@
+#!/usr/bin/env bash
+# Builds the standalone harness on a machine with a GPU, checks every CUDA operation, times them, prints a short table.
+#
+# usage: bench/cuda/run_device.sh [check] [time] [sanitize] [profile]      default: check time
+# environment: ARCH (default sm_90), OUT (where logs go, default bench/cuda/out), VARIANTS (default "4 3": decode kernels
+# compiled for so many blocks a multiprocessor; the first one is checked, all are timed)
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+out=${OUT:-bench/cuda/out}
+arch=${ARCH:-sm_90}
+variants=(${VARIANTS:-4 3})
+steps=(${@:-check time})
+build=$(mktemp -d)
+trap 'rm -rf "$build"' EXIT
+mkdir -p "$out"
+
+flags=(-std=c++17 -O3 -arch="$arch" -lineinfo -use_fast_math -Icpp)  # fast math as in ggml-cuda
+pids=()
+compile() { nvcc "${flags[@]}" "$@" & pids+=($!); }
+compile -c bench/cuda/harness.cu -o "$build/harness.o"
+compile -c cpp/ops/kv_fold.cu -o "$build/fold.o"
+compile -c cpp/ops/kv_store.cu -o "$build/store.o"
+compile -c cpp/ops/kv_fold.cpp -o "$build/fold_cpu.o"
+compile -c cpp/format/fp4_codec.cpp -o "$build/codec.o"
+for v in "${variants[@]}"; do
+    compile -Xptxas -v -DKVFOLD_DECODE_BLOCKS="$v" -c cpp/ops/kv_attend.cu -o "$build/attend_$v.o" 2>"$out/ptxas_$v.txt"
+done
+for p in "${pids[@]}"; do
+    wait "$p"
+done
+common=("$build"/{harness,fold,store,fold_cpu,codec}.o)
+for v in "${variants[@]}"; do
+    nvcc -arch="$arch" "${common[@]}" "$build/attend_$v.o" -o "$build/harness_$v"
+done
+first=$build/harness_${variants[0]}
+
+for step in "${steps[@]}"; do
+    case $step in
+        check)
+            "$first" check >"$out/check.txt" 2>&1 || true
+            grep -E "FAIL|failed|error:" "$out/check.txt" | head -40 || true
+            tail -1 "$out/check.txt"
+            grep -o "error [0-9.e+-]*" "$out/check.txt" | sort -g -k2 | tail -1 || true
+            ;;
+        time)
+            for v in "${variants[@]}"; do
+                echo "--- $v blocks a multiprocessor"
+                timeout 240 "$build/harness_$v" time 2>&1 | tee "$out/time_$v.txt"
+            done
+            ;;
+        sanitize)
+            for tool in memcheck racecheck; do
+                timeout 280 compute-sanitizer --tool "$tool" "$first" quick >"$out/$tool.txt" 2>&1 || true
+                tail -2 "$out/$tool.txt"
+            done
+            ;;
+        profile)
+            timeout 200 ncu --set full --clock-control none -k regex:attend_decode -s 3 -c 1 "$first" profile >"$out/ncu.txt" 2>&1 || true
+            grep -E "Duration|Throughput|IPC|Occupancy|Registers|Hit Rate|Stall|stall" "$out/ncu.txt" | head -40
+            ;;
+        *)
+            echo "unknown step $step" >&2
+            exit 1
+            ;;
+    esac
+done
