@@ -2,11 +2,11 @@
 # Builds the standalone harness on a machine with a GPU, checks every CUDA operation, times them, prints a short table.
 #
 # usage: bench/cuda/run_device.sh [check] [time] [sanitize] [profile]      default: check time
-# environment: ARCH (default sm_90), OUT (where logs go, default bench/cuda/out), VARIANTS (default "4 3": decode kernels
+# environment: ARCH (default sm_90), OUT (where logs go, default a folder of the temporary directory), VARIANTS (default "4 3": decode kernels
 # compiled for so many blocks a multiprocessor; the first one is checked, all are timed)
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-out=${OUT:-bench/cuda/out}
+out=${OUT:-${TMPDIR:-/tmp}/kvfold-cuda}
 arch=${ARCH:-sm_90}
 variants=(${VARIANTS:-4 3})
 steps=(${@:-check time})
@@ -51,12 +51,12 @@ for step in "${steps[@]}"; do
         sanitize)
             for tool in memcheck racecheck; do
                 timeout 280 compute-sanitizer --tool "$tool" "$first" quick >"$out/$tool.txt" 2>&1 || true
-                tail -2 "$out/$tool.txt"
+                tail -2 "$out/$tool.txt" || true
             done
             ;;
         profile)
             timeout 200 ncu --set full --clock-control none -k regex:attend_decode -s 3 -c 1 "$first" profile >"$out/ncu.txt" 2>&1 || true
-            grep -E "Duration|Throughput|IPC|Occupancy|Registers|Hit Rate|Stall|stall" "$out/ncu.txt" | head -40
+            grep -E "Duration|Throughput|IPC|Occupancy|Registers|Hit Rate|Stall|stall" "$out/ncu.txt" | head -40 || true
             ;;
         *)
             echo "unknown step $step" >&2
