@@ -7,7 +7,7 @@ from functools import cache
 
 import numpy as np
 import pytest
-from contract import CONFIGS, allowed, text
+from contract import CONFIGS, DEFAULTS, allowed, text
 from harness import Context, Model, kld
 
 
@@ -35,7 +35,7 @@ def open_context(model) -> Iterator[Callable[..., Context]]:
     opened: list[Context] = []
 
     def make(config: str = "f16", name: str = "llama-64-mha", **options) -> Context:
-        kv_type, settings = CONFIGS.get(config, (config, {}))
+        kv_type, settings = {**CONFIGS, **DEFAULTS}.get(config, (config, {}))
         merged = {**settings, **options.pop("settings", {})}
         context = Context(model(name), kv_type, settings=merged, **options)
         opened.append(context)

@@ -16,6 +16,9 @@ CONFIGS: dict[str, tuple[str, dict[str, int]]] = {
 }
 FOLDED = [name for name in CONFIGS if name != "f16"]
 
+#: Default settings, for tests of sizes.
+DEFAULTS: dict[str, tuple[str, dict[str, int]]] = {f"default-{name}": (name, {}) for name in FOLDED}
+
 
 def text(seed: int, n: int, n_vocab: int = 256) -> list[int]:
     """``n`` random token ids; the tiny models make as much sense of them as of anything."""

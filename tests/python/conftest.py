@@ -1,4 +1,4 @@
-"""Fixtures of the Python tests: real models, and a tiny model with a real tokenizer for everything that needs no sense."""
+"""Fixtures of the Python tests: real models, and a tiny one with a real tokenizer where sense does not matter."""
 
 from __future__ import annotations
 

@@ -1,0 +1,126 @@
+"""Contracts 5 and 7: what is reported is what is allocated, nothing grows, and the sizes are the promised ones."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from contract import CONFIGS, FOLDED, text
+from harness import take_log
+
+
+def resident_bytes() -> int:
+    """Resident size of this process (Linux)."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+@pytest.mark.parametrize("config", FOLDED)
+@pytest.mark.parametrize("name", ["llama-64-mha", "llama-64-gqa3", "llama-128-gqa4", "llama-256-gqa2"])
+def test_parts_add_up(open_context, config: str, name: str) -> None:
+    """The sum of the parts, each of which can be computed from the documentation."""
+    context = open_context(config, name, n_seq=2)
+    s = context.stats()
+    head_dim, kv_heads = {"llama-64-mha": (64, 4), "llama-64-gqa3": (64, 3), "llama-128-gqa4": (128, 2)}.get(
+        name, (256, 2)
+    )
+    layers, width, groups = 2, head_dim * kv_heads, s["n_cells"] // s["group"]
+    assert s["n_cells"] % s["group"] == 0
+    assert 768 <= s["n_cells"] <= 768 + 6 * s["group"]
+    assert s["far_bytes"] == layers * 2 * s["n_cells"] * width // 64 * 36
+    side = groups * width // 64 * 36 + groups * kv_heads * 2
+    assert s["side_bytes"] == layers * (-(-side // 4) * 4 + 4)
+    near_rows = 2 * (s["tail"] + s["group"] - 1 + s["sinks"])
+    assert layers * 4 * width * near_rows <= s["near_bytes"] <= layers * 4 * width * (near_rows + 2)
+    assert s["swa_bytes"] == 0
+    assert s["f16_bytes"] == layers * 4 * width * 768
+    assert s["bytes"] == sum(s[k] for k in ("far_bytes", "side_bytes", "near_bytes", "swa_bytes"))
+
+
+@pytest.mark.parametrize(
+    ("config", "n_ctx", "share"),
+    [
+        ("fp4", 8192, 0.31),
+        ("fp4", 65536, 0.29),
+        ("fp4_csa2", 8192, 0.345),
+        ("fp4_csa2", 65536, 0.325),
+    ],
+)
+def test_default_sizes(open_context, config: str, n_ctx: int, share: float) -> None:
+    """All bytes of one sequence with default settings, as a share of f16 (heads of 64 channels, the costliest size)."""
+    s = open_context(f"default-{config}", "llama-64-gqa3", n_ctx=n_ctx).stats()
+    assert s["bytes"] <= share * s["f16_bytes"]
+
+
+@pytest.mark.parametrize("config", FOLDED)
+@pytest.mark.parametrize("name", ["llama-64-gqa3", "gemma3-256-iswa", "gpt-oss-64-sinks", "lfm2-64-hybrid"])
+def test_reported_is_allocated(open_context, config: str, name: str) -> None:
+    """llama.cpp's own account of the context's memory (in MiB, recurrent state included) and kvfold's agree."""
+    import llama_cpp
+
+    context = open_context(config, name, n_ctx=32768)
+    take_log()
+    llama_cpp.llama_memory_breakdown_print(context.handle)
+    log = take_log()
+    rows = re.findall(r"\|\s+- Host\s+\|\s+(\d+) =\s+(\d+) \+\s+(\d+) \+\s+(\d+)", log)
+    assert rows, log
+    context_mib = sum(int(row[2]) for row in rows)
+    recurrent = 1 if name.startswith("lfm2") else 0
+    assert abs(context_mib - context.stats()["bytes"] / 2**20) <= 1 + recurrent
+
+
+@pytest.mark.parametrize("config", FOLDED)
+def test_nothing_grows(open_context, config: str) -> None:
+    """Everything is allocated with the context: filling it changes neither the report nor the size of the process."""
+    context = open_context(config, "llama-128-gqa4", n_ctx=4096, n_ubatch=128)
+    context.feed(text(0, 128), chunk=128)
+    before, report = resident_bytes(), context.stats()
+    context.feed(text(1, 3900), chunk=128)
+    after = context.stats()
+    for key in ("bytes", "far_bytes", "side_bytes", "near_bytes", "n_cells"):
+        assert after[key] == report[key]
+    # An f16 cache of this context has 16 MiB.
+    assert resident_bytes() - before < 8 * 2**20
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_contexts_do_not_leak(open_context, config: str) -> None:
+    """Twenty contexts one after the other: flat."""
+    sizes = []
+    for _ in range(20):
+        context = open_context(config, n_ctx=8192)
+        context.feed(text(0, 40), chunk=20)
+        context.close()
+        sizes.append(resident_bytes())
+    # Later ones against the first few, which warm allocator and libraries up; a leaked cache would be 5 MiB a round.
+    assert sizes[-1] - sizes[4] < 8 * 2**20
+
+
+@pytest.mark.parametrize("config", FOLDED)
+def test_start_up_line(open_context, config: str) -> None:
+    """One line says what was allocated and where attention runs."""
+    open_context(config)
+    lines = [line for line in take_log().splitlines() if re.match(r"kv fp4", line)]
+    assert len(lines) == 1
+    assert re.match(rf"kv {config}: [\d.]+ MiB, f16 would be [\d.]+ .*near [\d.]+ MiB; attention on CPU", lines[0])
+
+
+@pytest.mark.parametrize("config", FOLDED)
+def test_counters(open_context, config: str) -> None:
+    context = open_context(config)
+    assert context.stats()["tokens"] == context.stats()["folds"] == 0
+    context.feed(text(0, 200), chunk=16)
+    s = context.stats()
+    assert s["kv_type"] == config and s["backend"] == "CPU"
+    assert s["tokens"] == 200
+    assert s["folded_tokens"] == 200 - s["near_tokens"]
+    assert s["near_tokens"] <= s["tail"] + s["group"] - 1 + s["sinks"]
+    context.clear()
+    assert context.stats()["tokens"] == context.stats()["near_tokens"] == 0
+
+
+def test_no_statistics_of_an_ordinary_cache(core, open_context) -> None:
+    import ctypes
+
+    context = open_context("f16")
+    assert core.context_stats(ctypes.cast(context.handle, ctypes.c_void_p).value) is None
