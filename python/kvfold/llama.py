@@ -20,6 +20,7 @@ import numpy as np
 from . import _runtime
 from .config import FOREIGN_SETTINGS, GROUPS, QUANTIZED_TYPES, UPSTREAM_TYPES, KvConfig, check_setting_name
 from .gguf_header import GgufHeader, read_gguf_header
+from .memory import require_memory
 from .model_check import require_fit
 from .stats import KvStats
 from .threads import default_threads
@@ -176,6 +177,8 @@ class Llama(llama_cpp.Llama):
         if folds:
             assert config is not None
             require_fit(header, config.kv_type)
+        if n_gpu_layers == 0 and not kwargs.get("vocab_only") and type_k == type_v:
+            require_memory(header, n_ctx, config.kv_type if config is not None else _TYPE_NAMES.get(type_k or 1, "f16"))
         self._warn_about_memory(header, n_ctx, logits_all)
         cores = default_threads()
         arguments: dict[str, Any] = {

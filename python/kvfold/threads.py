@@ -44,7 +44,7 @@ def cpu_quota() -> float | None:
     return min(quotas, default=None)
 
 
-def _group_paths(controller: str) -> list[Path]:
+def cgroup_directories(controller: str) -> list[Path]:
     """Directories of this process's group and its parents, innermost first; ``controller`` is empty for version 2."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
@@ -65,7 +65,7 @@ def _group_paths(controller: str) -> list[Path]:
 
 def _quota_v2() -> float | None:
     quotas = []
-    for group in _group_paths(""):
+    for group in cgroup_directories(""):
         try:
             limit, period = (group / "cpu.max").read_text().split()
         except (OSError, ValueError):
@@ -77,7 +77,7 @@ def _quota_v2() -> float | None:
 
 def _quota_v1() -> float | None:
     quotas = []
-    for group in _group_paths("cpu"):
+    for group in cgroup_directories("cpu"):
         try:
             limit = int((group / "cpu.cfs_quota_us").read_text())
             period = int((group / "cpu.cfs_period_us").read_text())

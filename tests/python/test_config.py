@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from kvfold import KvConfig
 from kvfold.config import GROUPS, LATER_SETTINGS, UPSTREAM_TYPES
 

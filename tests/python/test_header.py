@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import tiny_models
+
 from kvfold.gguf_header import GgufHeader, read_gguf_header
 from kvfold.model_check import head_sizes, require_fit, why_unfit
 

@@ -18,7 +18,9 @@ from typing import Any
 import numpy as np
 import pytest
 import tiny_models
+
 from kvfold import KvConfig
+from kvfold.gguf_header import read_gguf_header
 
 FOLDING = [{"kv_type": "fp4", "kv_group": 8}, {"kv_type": "fp4_csa2"}]
 
@@ -154,6 +156,7 @@ def test_unfit_models_are_refused_before_they_are_loaded(
     core: object, tiny_path: Callable[[str], Path], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import llama_cpp
+
     from kvfold import Llama
 
     def no_loading(*_: Any) -> None:
@@ -182,13 +185,19 @@ def test_failing_loads_are_one_error(tiny_folder: Path, talking_tiny: Path, core
         assert path.name in errors[0]
 
 
-def test_context_too_large_for_memory_is_one_error(make_llm: Callable[..., Any], talking_tiny: Path) -> None:
-    """Millions of GiB: the allocation fails, the reason is told, and the next object works."""
-    for settings in ({"kv_type": "fp4_csa2"}, {}):
-        with pytest.raises((ValueError, RuntimeError, MemoryError)) as caught:
-            make_llm(talking_tiny, n_ctx=2**31 - 1, **settings)
-        assert str(caught.value)
-    assert make_llm(talking_tiny, kv_type="fp4_csa2").kv.kv_type == "fp4_csa2"
+@pytest.mark.parametrize("settings", [{}, *FOLDING], ids=["f16", "fp4", "fp4_csa2"])
+def test_contexts_no_memory_holds_are_refused(
+    make_llm: Callable[..., Any], talking_tiny: Path, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Allocating them would not fail: the kernel would kill this process, or another one."""
+    import kvfold.memory
+
+    monkeypatch.setattr(kvfold.memory, "usable_memory", lambda: 1 << 30)
+    with pytest.raises(ValueError, match=r"n_ctx=16777216: .* GiB, this machine has 1\.0"):
+        make_llm(talking_tiny, n_ctx=1 << 24, **settings)
+    least = kvfold.memory.least_cache_bytes
+    llm = make_llm(talking_tiny, n_ctx=2048, **settings)
+    assert least(read_gguf_header(talking_tiny), 2048, llm.kv.kv_type) <= llm.kv.bytes
 
 
 def test_gpu_layers_on_a_cpu_build_warn(make_llm: Callable[..., Any], talking_tiny: Path) -> None:

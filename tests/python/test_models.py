@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from kvfold import models
 
 PAYLOAD = [b"first part, ", b"second part"]

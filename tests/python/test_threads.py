@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
+
 from kvfold import threads
 
 
@@ -45,6 +46,6 @@ def test_tightest_parent_group_counts(monkeypatch: pytest.MonkeyPatch, tmp_path:
     (tmp_path / "a" / "cpu.max").write_text("150000 100000\n")
     (tmp_path / "cpu.max").write_text("400000 100000\n")
     monkeypatch.setattr(
-        threads, "_group_paths", lambda controller: [] if controller else [inner, inner.parent, tmp_path]
+        threads, "cgroup_directories", lambda controller: [] if controller else [inner, inner.parent, tmp_path]
     )
     assert threads.cpu_quota() == 1.5
