@@ -242,99 +242,160 @@ View look(const Task & t, int32_t tile) {
     return view;
 }
 
-// Where a tile's rows go: channels d .. d+15 at row + d / 16 * stride.
-template <int DIM, typename Source>
-inline void copy_row(const Source * from, float * row, int64_t stride) {
-    for (int i = 0; i < DIM / 16; ++i) {
-        store_16(row + i * stride, load_16(from + 16 * i));
-    }
-}
+// A row of a tile, 16 channels at a time: what is asked for by index, the rest decides the compiler.
+template <typename Element>
+struct ExactRow {
+    const Element * from;
+    V16             operator()(int i) const { return load_16(from + 16 * i); }
+};
 
-template <int DIM>
-inline void clear_row(float * row, int64_t stride) {
-    for (int i = 0; i < DIM / 16; ++i) {
-        memset(row + i * stride, 0, 16 * sizeof(float));
-    }
-}
+struct FarRow {
+    const Fp4Block * from;
+    V16 operator()(int i) const { return decode_16(from[i / 4].scale[i % 4], from[i / 4].quant + i % 4 * 8); }
+};
 
-template <int DIM>
-inline void decode_row(const Fp4Block * from, float * row, int64_t stride) {
+struct FarKey {
+    const Fp4Block * from;
+    const float *    summary;
+    V16              operator()(int i) const { return add_16(load_16(summary + 16 * i), FarRow{from}(i)); }
+};
+
+struct ZeroRow {
+    V16 operator()(int) const { return V16{}; }
+};
+
+// Channels 16 i .. 16 i + 15 go to `to` + i * stride.
+template <int DIM, typename Row>
+inline void write_row(const Row & row, float * to, int64_t stride) {
 #pragma GCC unroll 16
     for (int i = 0; i < DIM / 16; ++i) {
-        const Fp4Block & block = from[i / 4];
-        store_16(row + i * stride, decode_16(block.scale[i % 4], block.quant + i % 4 * 8));
-    }
-}
-
-template <int DIM>
-inline void decode_key(const Fp4Block * from, const float * summary, float * row) {
-#pragma GCC unroll 16
-    for (int i = 0; i < DIM / 16; ++i) {
-        const Fp4Block & block = from[i / 4];
-        const V16        diff  = decode_16(block.scale[i % 4], block.quant + i % 4 * 8);
-        store_16(row + 16 * i, add_16(load_16(summary + 16 * i), diff));
+        store_16(to + i * stride, row(i));
     }
 }
 
 // Rows of one KV head lie n_head_kv rows apart, which hardware does not foresee.
 inline void prefetch_row(const Fp4Block * row, int64_t blocks) {
-    const char * p = reinterpret_cast<const char *>(row);
-    for (int64_t at = 0; at < blocks * int64_t(sizeof(Fp4Block)); at += int64_t(kLine)) {
+    const char *  p     = reinterpret_cast<const char *>(row);
+    const int64_t bytes = blocks * int64_t(sizeof(Fp4Block));
+    for (int64_t at = 0; at < bytes; at += int64_t(kLine)) {
         __builtin_prefetch(p + at);
     }
-    __builtin_prefetch(p + blocks * int64_t(sizeof(Fp4Block)) - 1);
+    __builtin_prefetch(p + bytes - 1);
 }
 
-// Decodes the visible cells of a tile into `keys` and `values`.
+// Finds the key and value rows of cells c0 .. c0 + n - 1 of a tile, and calls use(c, key, value) with each pair.
 template <int DIM>
-void load_tile(const Task & t, const View & view, int32_t tile, int32_t head) {
-    const AttendArgs &  a       = t.a;
-    const LayerMemory & mem     = a.mem;
-    constexpr int64_t   blocks  = DIM / kFp4BlockValues;
-    constexpr int64_t   v_panel = panel_floats(kTile);
-    constexpr int64_t   ahead   = 8;  // cells
-    const int64_t       heads   = mem.n_head_kv;
-    const auto *        sums    = reinterpret_cast<const Fp4Block *>(mem.side);
-    int64_t             group   = -1;  // whose summary is decoded
+struct TileReader {
+    static constexpr int64_t blocks = DIM / kFp4BlockValues;
+    static constexpr int64_t ahead  = 8;  // cells to prefetch before they are needed
 
-    for (int32_t c0 = 0; c0 < kTile; c0 += 8) {
-        for (int32_t c = c0; c < c0 + 8; ++c) {
-            float * key   = t.eight + (c - c0) * DIM;
-            float * value = t.values + c * kPanel;
+    const Task & t;
+    const View & view;
+    int64_t      first;  // cell
+    int64_t      head;
+    int          group_shift;
+    int64_t      group = -1;  // whose summary is decoded
+
+    TileReader(const Task & task, const View & v, int32_t tile, int32_t kv_head)
+        : t(task), view(v), first(int64_t(tile) * kTile), head(kv_head), group_shift(0) {
+        while (1 << group_shift < t.a.mem.group) {
+            ++group_shift;
+        }
+    }
+
+    template <typename Use>
+    void read(int32_t c0, int32_t n, const Use & use) {
+        const AttendArgs &  a     = t.a;
+        const LayerMemory & mem   = a.mem;
+        const int64_t       heads = mem.n_head_kv;
+        for (int32_t c = c0; c < c0 + n; ++c) {
             if (view.seen[c] == 0) {
-                clear_row<DIM>(key, 16);
-                clear_row<DIM>(value, v_panel);
+                use(c, ZeroRow{}, ZeroRow{});
                 continue;
             }
-            const int64_t cell = int64_t(tile) * kTile + c;
+            const int64_t cell = first + c;
             const int32_t src  = a.cell_src[cell];
             if (src == kSrcFar) {
-                if (cell / mem.group != group) {
-                    group                 = cell / mem.group;
-                    const Fp4Block * from = sums + (group * heads + head) * blocks;
-                    prefetch_row(from + ((ahead + mem.group - 1) / mem.group) * heads * blocks, blocks);
-                    decode_row<DIM>(from, t.summary, 16);
+                if (cell >> group_shift != group) {
+                    group = cell >> group_shift;
+                    const Fp4Block * from =
+                        reinterpret_cast<const Fp4Block *>(mem.side) + (group * heads + head) * blocks;
+                    prefetch_row(from + ((ahead + mem.group - 1) >> group_shift) * heads * blocks, blocks);
+                    write_row<DIM>(FarRow{from}, t.summary, 16);
                 }
                 const Fp4Block * far_k = mem.far_k + (cell * heads + head) * blocks;
                 const Fp4Block * far_v = mem.far_v + (cell * heads + head) * blocks;
                 prefetch_row(far_k + ahead * heads * blocks, blocks);
                 prefetch_row(far_v + ahead * heads * blocks, blocks);
-                decode_key<DIM>(far_k, t.summary, key);
-                decode_row<DIM>(far_v, value, v_panel);
+                use(c, FarKey{far_k, t.summary}, FarRow{far_v});
             } else if (src_is_current(src)) {
                 const int64_t row = src_current_row(src);
-                copy_row<DIM>(a.cur.k + row * a.cur.k_stride + int64_t(head) * DIM, key, 16);
-                copy_row<DIM>(a.cur.v + row * a.cur.v_stride + int64_t(head) * DIM, value, v_panel);
+                use(c, ExactRow<float>{a.cur.k + row * a.cur.k_stride + head * DIM},
+                    ExactRow<float>{a.cur.v + row * a.cur.v_stride + head * DIM});
             } else {
                 const int64_t at = (src * heads + head) * DIM;
-                copy_row<DIM>(mem.near_k + at, key, 16);
-                copy_row<DIM>(mem.near_v + at, value, v_panel);
+                use(c, ExactRow<uint16_t>{mem.near_k + at}, ExactRow<uint16_t>{mem.near_v + at});
             }
         }
+    }
+};
+
+// Decodes the visible cells of a tile into `keys` and `values`.
+template <int DIM>
+void load_tile(const Task & t, const View & view, int32_t tile, int32_t head) {
+    TileReader<DIM> reader(t, view, tile, head);
+    for (int32_t c0 = 0; c0 < kTile; c0 += 8) {
+        reader.read(c0, 8, [&t, c0](int32_t c, const auto & key, const auto & value) {
+            write_row<DIM>(key, t.eight + (c - c0) * DIM, 16);
+            write_row<DIM>(value, t.values + c * kPanel, panel_floats(kTile));
+        });
         float * panel = t.keys + c0 / kPanel * panel_floats(DIM) + c0 % kPanel;
         for (int d = 0; d < DIM; d += 8) {
             transpose_8x8(t.eight + d, DIM, panel + d * kPanel, kPanel);
         }
+    }
+}
+
+// With up to this many rows a key is used while it is in registers: writing and transposing it would not pay.
+constexpr int kDirectRows = 4;
+
+// Scores of ROWS rows straight from the rows of a tile; the values go to `values` as usual.
+template <int DIM, int ROWS>
+void score_directly(const Task & t, const View & view, int32_t tile, int32_t head, const float * q) {
+    TileReader<DIM> reader(t, view, tile, head);
+    for (int32_t c0 = 0; c0 < kTile; c0 += 4) {
+        V16 part[ROWS][4];
+        reader.read(c0, 4, [&t, &part, q, c0](int32_t c, const auto & key, const auto & value) {
+            V16 sum[ROWS] = {};
+#pragma GCC unroll 16
+            for (int i = 0; i < DIM / 16; ++i) {
+                const V16 k = key(i);
+                for (int r = 0; r < ROWS; ++r) {
+                    sum[r] = fma_16(k, load_16(q + r * DIM + 16 * i), sum[r]);
+                }
+            }
+            for (int r = 0; r < ROWS; ++r) {
+                part[r][c - c0] = sum[r];
+            }
+            write_row<DIM>(value, t.values + c * kPanel, panel_floats(kTile));
+        });
+        for (int r = 0; r < ROWS; ++r) {
+            sum_4x16(part[r], t.score + r * kTile + c0);
+        }
+    }
+}
+
+template <int DIM>
+void score_directly(int32_t rows, const Task & t, const View & view, int32_t tile, int32_t head, const float * q) {
+    switch (rows) {
+    case 1:
+        return score_directly<DIM, 1>(t, view, tile, head, q);
+    case 2:
+        return score_directly<DIM, 2>(t, view, tile, head, q);
+    case 3:
+        return score_directly<DIM, 3>(t, view, tile, head, q);
+    default:
+        return score_directly<DIM, 4>(t, view, tile, head, q);
     }
 }
 
@@ -406,16 +467,27 @@ void mask_row(const Task & t, const View & view, int32_t tile, int32_t query, fl
 
 // One KV head of a tile: row 0 is the task's row `base`.
 template <int DIM>
-void attend_head(const Task & t, const View & view, int32_t tile, int32_t base) {
+void attend_head(const Task & t, const View & view, int32_t tile, int32_t h) {
     const int32_t rows    = t.head_rows();
+    const int32_t base    = h * rows;
+    const int32_t head    = t.first_head + h;
     float *       q       = t.q + int64_t(base) * DIM;
     float *       out     = t.out + int64_t(base) * DIM;
     float *       rescale = t.rescale + base;
-    float         bias[kTile];
-    int32_t       bias_query = -1;
+    const bool    direct  = rows <= kDirectRows;
+    if (direct) {
+        score_directly<DIM>(rows, t, view, tile, head, q);
+    } else {
+        load_tile<DIM>(t, view, tile, head);
+    }
+
+    float   bias[kTile];
+    int32_t bias_query = -1;
     for (int32_t r0 = 0; r0 < rows; r0 += kStrip) {
         const int32_t n = std::min(kStrip, rows - r0);
-        product(n, q + int64_t(r0) * DIM, DIM, t.keys, DIM, t.score + r0 * kTile, kTile, nullptr);
+        if (!direct) {
+            product(n, q + int64_t(r0) * DIM, DIM, t.keys, DIM, t.score + r0 * kTile, kTile, nullptr);
+        }
         for (int32_t r = r0; r < r0 + n; ++r) {
             const float * row_bias = nullptr;
             if (!view.all) {
@@ -442,8 +514,7 @@ void attend_tile(const Task & t, int32_t tile) {
         return;
     }
     for (int32_t h = 0; h < t.shape.heads; ++h) {
-        load_tile<DIM>(t, view, tile, t.first_head + h);
-        attend_head<DIM>(t, view, tile, h * t.head_rows());
+        attend_head<DIM>(t, view, tile, h);
     }
 }
 

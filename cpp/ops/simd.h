@@ -154,6 +154,21 @@ inline void store_16(float * x, V16 v) {
     _mm256_storeu_ps(x + 8, v.hi);
 }
 
+// sum + a * b, lane by lane; kept as 16 lanes by the callers and added up at the end
+inline V16 fma_16(V16 a, V16 b, V16 sum) {
+    return {__m256(v_fma(VFloat(a.lo), VFloat(b.lo), VFloat(sum.lo))),
+            __m256(v_fma(VFloat(a.hi), VFloat(b.hi), VFloat(sum.hi)))};
+}
+
+// out[i] = the sum of all lanes of v[i], i = 0..3
+inline void sum_4x16(const V16 * v, float * out) {
+    const auto   eight = [v](int i) { return _mm256_add_ps(v[i].lo, v[i].hi); };
+    const __m256 a     = _mm256_hadd_ps(eight(0), eight(1));
+    const __m256 b     = _mm256_hadd_ps(eight(2), eight(3));
+    const __m256 c     = _mm256_hadd_ps(a, b);
+    _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(c), _mm256_extractf128_ps(c, 1)));
+}
+
 #elif defined(__AVX512F__)
 
 struct alignas(64) ScaledValues {
@@ -186,6 +201,13 @@ inline V16 load_16(const uint16_t * h) {
 }
 inline V16  add_16(V16 a, V16 b) { return {_mm512_add_ps(a.v, b.v)}; }
 inline void store_16(float * x, V16 v) { _mm512_storeu_ps(x, v.v); }
+inline V16  fma_16(V16 a, V16 b, V16 sum) { return {_mm512_fmadd_ps(a.v, b.v, sum.v)}; }
+
+inline void sum_4x16(const V16 * v, float * out) {
+    for (int i = 0; i < 4; ++i) {
+        out[i] = _mm512_reduce_add_ps(v[i].v);
+    }
+}
 
 #else
 
@@ -223,6 +245,22 @@ inline V16 add_16(V16 a, V16 b) {
 }
 
 inline void store_16(float * x, V16 v) { memcpy(x, v.x, sizeof v.x); }
+
+inline V16 fma_16(V16 a, V16 b, V16 sum) {
+    for (int i = 0; i < 16; ++i) {
+        sum.x[i] += a.x[i] * b.x[i];
+    }
+    return sum;
+}
+
+inline void sum_4x16(const V16 * v, float * out) {
+    for (int i = 0; i < 4; ++i) {
+        out[i] = 0.0f;
+        for (const float x : v[i].x) {
+            out[i] += x;
+        }
+    }
+}
 
 #endif
 
