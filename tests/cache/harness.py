@@ -232,9 +232,15 @@ class Context:
 
     # -- the rest ------------------------------------------------------------------------------------------------------
 
+    def raw_stats(self) -> dict[str, Any] | None:
+        """What kvfold reports about this context's cache; None when it has no kvfold cache."""
+        return _core.context_stats(ctypes.cast(self.handle, ctypes.c_void_p).value)
+
     def stats(self) -> dict[str, Any]:
         """What kvfold reports about this context's cache."""
-        return dict(_core.context_stats(ctypes.cast(self.handle, ctypes.c_void_p).value))
+        stats = self.raw_stats()
+        assert stats is not None, f"no kvfold cache in a context of type {self.kv_type}"
+        return stats
 
     def close(self) -> None:
         if self.handle:

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 from contract import CONFIGS, FOLDED, text
 from harness import take_log
-
-
-def resident_bytes() -> int:
-    """Resident size of this process (Linux)."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+from probe import probe, resident_bytes
 
 
 @pytest.mark.parametrize("config", FOLDED)
@@ -29,12 +24,14 @@ def test_parts_add_up(open_context, config: str, name: str) -> None:
     assert 768 <= s["n_cells"] <= 768 + 6 * s["group"]
     assert s["far_bytes"] == layers * 2 * s["n_cells"] * width // 64 * 36
     side = groups * width // 64 * 36 + groups * kv_heads * 2
-    assert s["side_bytes"] == layers * (-(-side // 4) * 4 + 4)
+    exact = layers * (-(-side // 4) * 4 + 4)
+    assert exact <= s["side_bytes"] < exact + layers * 64  # tensors are aligned
     near_rows = 2 * (s["tail"] + s["group"] - 1 + s["sinks"])
     assert layers * 4 * width * near_rows <= s["near_bytes"] <= layers * 4 * width * (near_rows + 2)
     assert s["swa_bytes"] == 0
     assert s["f16_bytes"] == layers * 4 * width * 768
-    assert s["bytes"] == sum(s[k] for k in ("far_bytes", "side_bytes", "near_bytes", "swa_bytes"))
+    parts = sum(s[key] for key in ("far_bytes", "side_bytes", "near_bytes", "swa_bytes"))
+    assert parts <= s["bytes"] < parts + layers * 4 * 64
 
 
 @pytest.mark.parametrize(
@@ -54,19 +51,15 @@ def test_default_sizes(open_context, config: str, n_ctx: int, share: float) -> N
 
 @pytest.mark.parametrize("config", FOLDED)
 @pytest.mark.parametrize("name", ["llama-64-gqa3", "gemma3-256-iswa", "gpt-oss-64-sinks", "lfm2-64-hybrid"])
-def test_reported_is_allocated(open_context, config: str, name: str) -> None:
-    """llama.cpp's own account of the context's memory (in MiB, recurrent state included) and kvfold's agree."""
-    import llama_cpp
-
-    context = open_context(config, name, n_ctx=32768)
-    take_log()
-    llama_cpp.llama_memory_breakdown_print(context.handle)
-    log = take_log()
-    rows = re.findall(r"\|\s+- Host\s+\|\s+(\d+) =\s+(\d+) \+\s+(\d+) \+\s+(\d+)", log)
-    assert rows, log
-    context_mib = sum(int(row[2]) for row in rows)
-    recurrent = 1 if name.startswith("lfm2") else 0
-    assert abs(context_mib - context.stats()["bytes"] / 2**20) <= 1 + recurrent
+def test_reported_is_allocated(tiny_path, config: str, name: str) -> None:
+    """A process with one context of 128K tokens has grown by the reported bytes (buffers are zeroed when allocated)."""
+    kv_type = CONFIGS[config][0]
+    result = probe(tiny_path(name), kv_type, n_ctx=131072, n_ubatch=16)
+    assert result["ok"], result
+    reported, grown = result["stats"]["bytes"], result["resident_growth"]
+    assert reported > 30e6
+    # What is left is the compute buffer's used pages and small objects.
+    assert reported - 1e6 <= grown <= reported + 8e6
 
 
 @pytest.mark.parametrize("config", FOLDED)
@@ -119,8 +112,5 @@ def test_counters(open_context, config: str) -> None:
     assert context.stats()["tokens"] == context.stats()["near_tokens"] == 0
 
 
-def test_no_statistics_of_an_ordinary_cache(core, open_context) -> None:
-    import ctypes
-
-    context = open_context("f16")
-    assert core.context_stats(ctypes.cast(context.handle, ctypes.c_void_p).value) is None
+def test_no_statistics_of_an_ordinary_cache(open_context) -> None:
+    assert open_context("f16").raw_stats() is None

@@ -9,6 +9,11 @@ import pytest
 from contract import CONFIGS, FOLDED, text
 from harness import Context, kld
 
+#: Divergence of two runs that read the same rows from different cells. Sums are rounded in another order, and a
+#: rounding may flip a 4-bit code at a later fold; an f16 cache, whose order changes too, shows 2.4e-6. A wrong row
+#: costs 1e-3.
+SAME_ROWS = 1e-5
+
 TOKENS = text(0, 240)
 LENGTH = 201  # some groups complete, one cut by the tail
 
@@ -65,19 +70,24 @@ def test_twenty_restores(open_context, config: str) -> None:
 
 @pytest.mark.parametrize("config", CONFIGS)
 def test_restore_leaves_the_others_alone(open_context, config: str) -> None:
-    """A restore into sequence 1 does not change a bit of sequence 0, and 1 speaks as the saved sequence did."""
+    """A restore into sequence 1 does not change a bit of sequence 0, and 1 speaks as the saved sequence did.
+
+    Once sequence 0 needs a new group, the group lies elsewhere and sums are rounded in another order.
+    """
     saved = filled(open_context, config, n_seq=2)
     state = saved.seq_state(0)
-    plain = open_context(config, n_seq=2)
-    plain.feed(text(3, 150), seq=0, chunk=9)
-    expected = plain.feed(text(4, 30), seq=0, chunk=1)
-    context = open_context(config, n_seq=2)
-    context.feed(text(3, 150), seq=0, chunk=9)
+    m = CONFIGS[config][1].get("group", 4)
+    plain, context = (open_context(config, n_seq=2) for _ in "ab")
+    for each in (plain, context):
+        each.feed(text(3, 9 * m), seq=0, chunk=9)
+        each.feed(text(4, 1), seq=0)
     assert context.set_seq_state(state, 1) == len(state)
-    assert np.array_equal(expected, context.feed(text(4, 30), seq=0, chunk=1))
-    # Other cells, so sums are rounded in another order; the rows are the same.
+    rest = text(5, 40)
+    expected, got = (each.feed(rest, seq=0, chunk=1) for each in (plain, context))
+    assert np.array_equal(expected[: m - 1], got[: m - 1])
+    assert kld(expected, got) <= SAME_ROWS
     theirs = saved.feed(TOKENS[LENGTH:], seq=0, chunk=1)
-    assert kld(theirs, context.feed(TOKENS[LENGTH:], seq=1, chunk=1)) <= 1e-8
+    assert kld(theirs, context.feed(TOKENS[LENGTH:], seq=1, chunk=1)) <= SAME_ROWS
 
 
 @pytest.mark.parametrize("config", CONFIGS)
@@ -91,7 +101,7 @@ def test_fragmented_sequence(open_context, config: str) -> None:
     expected = context.feed(text(2, 30), seq=1, chunk=1)
     other = open_context(config, n_seq=2)
     assert other.set_seq_state(state, 0) == len(state)
-    assert kld(expected, other.feed(text(2, 30), seq=0, chunk=1)) <= 1e-8
+    assert kld(expected, other.feed(text(2, 30), seq=0, chunk=1)) <= SAME_ROWS
 
 
 @pytest.mark.parametrize("config", CONFIGS)
@@ -101,7 +111,7 @@ def test_restore_into_a_larger_context(open_context, config: str) -> None:
     expected = context.feed(TOKENS[LENGTH:], chunk=1)
     other = open_context(config, n_ctx=1280)
     assert other.set_seq_state(state) == len(state)
-    assert kld(expected, other.feed(TOKENS[LENGTH:], chunk=1)) <= 1e-8
+    assert kld(expected, other.feed(TOKENS[LENGTH:], chunk=1)) <= SAME_ROWS
 
 
 @pytest.mark.parametrize("config", CONFIGS)
