@@ -19,6 +19,9 @@ import numpy as np
 
 N_VOCAB = 256
 
+#: In models made with ``extra["nan_token"]`` the keys and values of this token are NaN in every layer.
+NAN_TOKEN = N_VOCAB - 1
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -65,9 +68,11 @@ class _Model:
         else:
             self.n_vocab = _copy_tokenizer(tokenizer, w)
 
-    def matrix(self, name: str, *shape: int, gain: float = 1.0) -> None:
+    def matrix(self, name: str, *shape: int, gain: float = 1.0, nan_row: int | None = None) -> None:
         """A weight of ``[..., out, in]`` whose outputs have ``gain`` times the spread of its inputs."""
         values = self.rng.standard_normal(shape, dtype=np.float32) * np.float32(gain / np.sqrt(shape[-1]))
+        if nan_row is not None:
+            values[nan_row] = np.nan
         self.writer.add_tensor(name, values.astype(np.float16) if shape[-1] % 32 == 0 else values)
 
     def vector(self, name: str, size: int, value: float | None = None, spread: float = 0.1) -> None:
@@ -80,7 +85,9 @@ class _Model:
 
     def embedding(self, output: bool = True, norm: str = "output_norm.weight") -> None:
         s = self.shape
-        self.matrix("token_embd.weight", self.n_vocab, s.n_embd, gain=np.sqrt(s.n_embd) * (1.0 if output else 0.15))
+        gain = np.sqrt(s.n_embd) * (1.0 if output else 0.15)
+        nan_row = NAN_TOKEN if "nan_token" in s.extra else None
+        self.matrix("token_embd.weight", self.n_vocab, s.n_embd, gain=gain, nan_row=nan_row)
         self.vector(norm, s.n_embd, 1.0)
         if output:
             self.matrix("output.weight", self.n_vocab, s.n_embd, gain=2.0)
@@ -294,6 +301,8 @@ _BUILDERS: dict[str, Callable[[_Model], None]] = {
 GOOD: dict[str, Shape] = {
     "llama-64-mha": Shape(n_head=4, n_head_kv=4, seed=1),
     "llama-64-mha-2": Shape(n_head=4, n_head_kv=4, seed=14),  # same shape, other weights
+    "llama-64-nan": Shape(n_head=4, n_head_kv=2, seed=15, extra={"nan_token": 1}),
+    "llama-128-nan": Shape(head_dim=128, n_head=3, n_head_kv=1, seed=16, extra={"nan_token": 1}),
     "llama-64-gqa3": Shape(n_head=9, n_head_kv=3, seed=2),
     "llama-64-gqa4": Shape(n_head=4, n_head_kv=1, seed=3),
     "llama-64-gqa8": Shape(n_head=8, n_head_kv=1, seed=4),
