@@ -202,11 +202,8 @@ def _serve(arguments: argparse.Namespace) -> None:
     config = _config(arguments)
     path = resolve(arguments.model, _say)
     command = ["-m", str(path), "-c", str(arguments.ctx_size)]
-    if config.folds:
-        for name, value in config.to_dict().items():
-            command += ["--" + name.replace("_", "-"), str(value)]
-    else:
-        command += ["--cache-type-k", config.kv_type, "--cache-type-v", config.kv_type]
+    for name, value in config.to_dict().items():
+        command += ["--" + name.replace("_", "-"), str(value)]
     if arguments.threads:
         command += ["-t", str(arguments.threads)]
     if arguments.gpu_layers:

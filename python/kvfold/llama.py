@@ -375,6 +375,7 @@ class Llama(llama_cpp.Llama):
     def reset(self) -> None:
         """Forget all tokens; the next evaluation starts afresh."""
         with self._gate.hold():
+            self._require_open()
             super().reset()
 
     def embed(self, *args: Any, **kwargs: Any) -> Any:
@@ -466,6 +467,10 @@ class Llama(llama_cpp.Llama):
             self.scores[:count] = state.scores[:count]
 
     # -- end -----------------------------------------------------------------------------------------------------------
+
+    def _require_open(self) -> None:
+        """Raises ``RuntimeError`` after ``close()``, where nothing else on the way would."""
+        _ = self._ctx.ctx
 
     def close(self) -> None:
         """Free the model and its context. Closing twice is fine; use afterwards raises ``RuntimeError``."""

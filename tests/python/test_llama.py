@@ -497,6 +497,7 @@ def test_states_of_another_model_are_refused(
 
 
 def check_refused(llm: Any, state: Any, words: list[str]) -> None:
+    llm.reset()
     llm.eval(TOKENS[:200])
     undisturbed = llm.save_state()
     llm.eval(TOKENS[200:201])

@@ -1,0 +1,74 @@
+"""Starting the server: settings from flags and variables, and one error with exit code 1 for bad ones."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import tiny_models
+from running import Server, program
+
+
+def test_the_start_up_line_says_what_is_allocated(server: Server) -> None:
+    """Contract 7."""
+    lines = [line for line in server.log.splitlines() if "kv fp4_csa2:" in line]
+    assert len(lines) == 1, server.log
+    for word in ("MiB", "f16 would be", "near", "attention on CPU"):
+        assert word in lines[0]
+
+
+def test_settings_from_the_environment(core: object, smollm2_path: Path, tmp_path: Path) -> None:
+    environment = {
+        "LLAMA_ARG_KV_TYPE": "fp4",
+        "LLAMA_ARG_KV_GROUP": "16",
+        "LLAMA_ARG_KV_TAIL": "64",
+        "LLAMA_ARG_KV_SINKS": "2",
+    }
+    server = Server(tmp_path, "-m", str(smollm2_path), "-c", "1024", environment=environment)
+    try:
+        server.wait_ready()
+        assert server.complete("One, two, three,", 4)["tokens_predicted"] == 4
+        assert "kv fp4:" in server.log
+    finally:
+        assert server.stop() >= 0
+
+
+def fails(*arguments: str) -> str:
+    """Output of a start that must fail with exit code 1 (a signal would be negative)."""
+    result = subprocess.run([str(program()), *arguments], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 1, (result.returncode, result.stdout, result.stderr)
+    return result.stdout + result.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--kv-type", "fp5"], ["fp5", "fp4_csa2"]),
+        (["--kv-type", "fp4_csa2", "--kv-tail", "0"], ["tail", "0"]),
+        (["--kv-type", "fp4_csa2", "--kv-tail", "-3"], ["tail", "-3"]),
+        (["--kv-type", "fp4_csa2", "--kv-group", "3"], ["group", "3"]),
+        (["--kv-type", "fp4_csa2", "--kv-sinks", "-1"], ["sinks", "-1"]),
+        (["--kv-type", "fp4", "--kv-swa-type", "q4_0"], ["swa", "q4_0"]),
+        (["--kv-type", "fp4", "-fa", "off"], ["flash"]),
+    ],
+    ids=lambda v: " ".join(v),
+)
+def test_bad_settings_end_with_exit_code_1(
+    core: object, smollm2_path: Path, flags: list[str], words: list[str]
+) -> None:
+    output = fails("-m", str(smollm2_path), "-c", "512", *flags)
+    for word in words:
+        assert word in output
+
+
+@pytest.mark.parametrize("name", sorted(tiny_models.REFUSED))
+def test_unfit_models_end_with_exit_code_1(core: object, tiny_path: Callable[[str], Path], name: str) -> None:
+    output = fails("-m", str(tiny_path(name)), "-c", "512", "--kv-type", "fp4_csa2")
+    assert tiny_models.REFUSED[name][1] in output
+
+
+def test_damaged_models_end_with_exit_code_1(core: object, tiny_folder: Path) -> None:
+    for path in tiny_models.write_damaged(tiny_folder).values():
+        fails("-m", str(path), "-c", "512", "--kv-type", "fp4_csa2")
