@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 """Write a GGUF again with all weights as F32.
 
-Why: llama.cpp multiplies quantised weights by activations that it rounds to 8 bits. The slightest numerical difference (a micro-batch
-of another size, another attention kernel, the same f16 cache) flips some of those roundings, and on SmolLM2-135M that alone is a KL
-divergence of about 0.004 - more than an FP4 cache costs. With F32 weights the divergence measured is the cache's.
+Why: llama.cpp multiplies quantised weights by activations that it rounds to 8 bits. The slightest numerical difference
+(a micro-batch of another size, another attention kernel, the same f16 cache) flips some of those roundings, and on
+SmolLM2-135M that alone is a KL divergence of about 0.004 - more than an FP4 cache costs. With F32 weights the
+divergence measured is the cache's.
 
 usage: dequantize_gguf.py IN.gguf OUT.gguf
 """
