@@ -1,9 +1,10 @@
 // Checks the CUDA operations against plain CPU code and times them, without ggml or a model.
 //
-// usage: harness [check] [quick] [time] [profile]
+// usage: harness [check] [quick] [time] [profile] ...
 //   check    every operation over many shapes, against a double-precision reference (attention) or byte by byte (fold, store)
 //   quick    the same over few shapes, for compute-sanitizer
-//   time     decode, prefill, fold over depths; the far rows of a layer are random, layers rotate so that caches do not help
+//   time     decode, fold, prefill over depths; the far rows of a layer are random, layers rotate so that caches do not help
+//            (time-decode, time-fold, time-prefill: one of them)
 //   profile  a few decode launches at 64K for a profiler
 // Exit status 1 when a check failed.
 #include <cuda_fp16.h>
@@ -815,37 +816,43 @@ void time_fold(const Shape & s, int group, int n_rows) {
     std::fflush(stdout);
 }
 
-void time_all(const CudaDevice & device) {
+const Shape kLlama8b{"llama-8b", 32, 8, 32, 128}, kLlama1b{"llama-1b", 16, 8, 32, 64},
+    kLlama3b{"llama-3b", 28, 8, 24, 128}, kGemma4b{"gemma-4b", 34, 4, 8, 256}, kGqa8{"gqa-8", 32, 8, 64, 128};
+
+void time_decode(const CudaDevice & device) {
     const double bandwidth = copy_bandwidth();
     std::printf("copy %.2f TB/s (read and written)\n", bandwidth * 1e-12);
-    const Shape llama8b{"llama-8b", 32, 8, 32, 128}, llama1b{"llama-1b", 16, 8, 32, 64},
-        llama3b{"llama-3b", 28, 8, 24, 128};
-    const Shape gemma4b{"gemma-4b", 34, 4, 8, 256}, gqa8{"gqa-8", 32, 8, 64, 128};
     for (int group : {4, 32}) {
-        for (int n_kv : {256, 8192, 32768, 65536, 131072}) {
-            time_attend(llama8b, group, n_kv, 1, false, device, bandwidth);
+        for (int n_kv : {256, 2048, 8192, 32768, 65536, 131072}) {
+            time_attend(kLlama8b, group, n_kv, 1, false, device, bandwidth);
         }
     }
-    time_attend(llama8b, 4, 65536, 1, true, device, bandwidth);
-    time_attend(llama8b, 2, 65536, 1, false, device, bandwidth);
-    for (const Shape & s : {llama1b, llama3b, gemma4b, gqa8}) {
+    time_attend(kLlama8b, 4, 65536, 1, true, device, bandwidth);
+    time_attend(kLlama8b, 2, 65536, 1, false, device, bandwidth);
+    for (const Shape & s : {kLlama1b, kLlama3b, kGemma4b, kGqa8}) {
         time_attend(s, 4, 32768, 1, false, device, bandwidth);
         time_attend(s, 4, 65536, 1, false, device, bandwidth);
     }
     for (int n_q : {2, 4, 8, 16}) {
-        time_attend(llama8b, 4, 32768, n_q, false, device, bandwidth);
+        time_attend(kLlama8b, 4, 32768, n_q, false, device, bandwidth);
     }
+}
+
+void time_folds() {
     for (int group : {4, 32}) {
         for (int n : {1, 4, 512, 2048}) {
-            time_fold(llama8b, group, n);
+            time_fold(kLlama8b, group, n);
         }
     }
+}
+
+void time_prefill(const CudaDevice & device) {
     for (int n_kv : {2048, 8192, 32768}) {
-        time_attend(llama8b, 4, n_kv, 512, false, device, bandwidth);
+        time_attend(kLlama8b, 4, n_kv, 512, false, device, 1.0);
     }
-    time_attend(llama8b, 4, 32768, 2048, false, device, bandwidth);
-    time_attend(llama1b, 4, 32768, 512, false, device, bandwidth);
-    time_attend(gemma4b, 4, 32768, 512, false, device, bandwidth);
+    time_attend(kLlama8b, 4, 32768, 2048, false, device, 1.0);
+    time_attend(kLlama1b, 4, 32768, 512, false, device, 1.0);
+    time_attend(kGemma4b, 4, 32768, 512, false, device, 1.0);
 }
 
 }  // namespace
@@ -859,8 +866,17 @@ int main(int argc, char ** argv) {
             check_fold_all(what == "quick");
             check_attend_all(what == "quick", device);
             std::printf("%s: %d failed\n", what.c_str(), n_failed);
-        } else if (what == "time") {
-            time_all(device);
+        } else if (what == "time" || what == "time-decode" || what == "time-fold" || what == "time-prefill") {
+            const auto wanted = [&](const char * part) { return what == "time" || what == std::string("time-") + part; };
+            if (wanted("decode")) {
+                time_decode(device);
+            }
+            if (wanted("fold")) {
+                time_folds();
+            }
+            if (wanted("prefill")) {
+                time_prefill(device);
+            }
         } else if (what == "profile") {
             time_attend({"llama-8b", 4, 8, 32, 128}, 4, 65536, 1, false, device, 4e12);
         } else {

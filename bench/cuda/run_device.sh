@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # Builds the standalone harness on a machine with a GPU, checks every CUDA operation, times them, prints a short table.
 #
-# usage: bench/cuda/run_device.sh [check] [time] [sanitize] [profile]      default: check time
-# environment: ARCH (default sm_90), OUT (where logs go, default a folder of the temporary directory), VARIANTS (default "4 3": decode kernels
-# compiled for so many blocks a multiprocessor; the first one is checked, all are timed)
+# usage: bench/cuda/run_device.sh [check] [time | time-decode | time-fold | time-prefill] [sanitize] [profile]      default: check time
+# environment: ARCH (default sm_90), OUT (where logs go, default a folder of the temporary directory), VARIANTS (default "12": decode kernels
+# of so many warps a block for head size 128; the first one is checked, all are timed)
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 out=${OUT:-${TMPDIR:-/tmp}/kvfold-cuda}
 arch=${ARCH:-sm_90}
-variants=(${VARIANTS:-4 3})
+variants=(${VARIANTS:-12})
 steps=(${@:-check time})
 build=$(mktemp -d)
 trap 'rm -rf "$build"' EXIT
@@ -23,7 +23,7 @@ compile -c cpp/ops/kv_store.cu -o "$build/store.o"
 compile -c cpp/ops/kv_fold.cpp -o "$build/fold_cpu.o"
 compile -c cpp/format/fp4_codec.cpp -o "$build/codec.o"
 for v in "${variants[@]}"; do
-    compile -Xptxas -v -DKVFOLD_DECODE_BLOCKS="$v" -c cpp/ops/kv_attend.cu -o "$build/attend_$v.o" 2>"$out/ptxas_$v.txt"
+    compile -Xptxas -v -DKVFOLD_DECODE_WARPS="$v" -c cpp/ops/kv_attend.cu -o "$build/attend_$v.o" 2>"$out/ptxas_$v.txt"
 done
 for p in "${pids[@]}"; do
     wait "$p"
@@ -42,10 +42,10 @@ for step in "${steps[@]}"; do
             tail -1 "$out/check.txt"
             grep -o "error [0-9.e+-]*" "$out/check.txt" | sort -g -k2 | tail -1 || true
             ;;
-        time)
+        time | time-*)
             for v in "${variants[@]}"; do
-                echo "--- $v blocks a multiprocessor"
-                timeout 240 "$build/harness_$v" time 2>&1 | tee "$out/time_$v.txt"
+                echo "--- $v warps a block"
+                timeout 240 "$build/harness_$v" "$step" 2>&1 | tee "$out/${step}_$v.txt"
             done
             ;;
         sanitize)

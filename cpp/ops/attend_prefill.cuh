@@ -6,7 +6,7 @@
 // Near and current rows take the same road without the prefetch, since there are few. Where there are few columns the cells
 // are split over blocks and merged as in decoding.
 //
-// A decoded word is stored as it comes out of fp4_pair(): position 8 w + 2 j, 2 j + 1 of a row holds pair j of word w, i.e.
+// A decoded word is stored as it comes out of fp4_pairs(): position 8 w + 2 j, 2 j + 1 of a row holds pair j of word w, i.e.
 // channels base + pair_channel(j) and two more. Queries are permuted to match, outputs on their way out.
 #pragma once
 
@@ -30,19 +30,11 @@ struct PrefillShape {
     static_assert(cells >= 2 && cells % 2 == 0, "summaries are read for pairs of cells");
 };
 
-__device__ __forceinline__ int pair_channel(int j) { return (0x0819 >> (4 * j)) & 0xF; }  // 9, 1, 8, 0
-
-__device__ __forceinline__ int word_channel(int word) { return (word >> 1) * 16 + 4 * (word & 1); }
-
-struct Pairs {
-    uint32_t p[4];
-};
-
 __device__ __forceinline__ Pairs decode_word(uint32_t word, uint32_t scale) {
-    Pairs r;
+    Pairs r = fp4_pairs(word);
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-        r.p[j] = mul_half2(fp4_pair(word << (4 * j)), scale);
+        r.p[j] = mul_half2(r.p[j], scale);
     }
     return r;
 }
@@ -142,7 +134,7 @@ __global__ void __launch_bounds__(S::threads, 1) attend_prefill(const __grid_con
 
     // --- the next tile: from memory to registers, from there to shared memory ---
     const int  word = threadIdx.x % S::words, cell_first = threadIdx.x / S::words * C;
-    const int  scale_shift = 8 * ((word >> 1) & 3);
+    const uint32_t scale_select = 0x0404u + 0x1010u * uint32_t((word >> 1) & 3);
     const int  in_row = head * row_words + (word >> 3) * kBlockWords, value_at = 1 + (word & 7);
     const int  row_step = p.n_head_kv * row_words;
     int        src[C];
@@ -191,9 +183,9 @@ __global__ void __launch_bounds__(S::threads, 1) attend_prefill(const __grid_con
         for (int i = 0; i < C; ++i) {
             Pairs k, v;
             if (src[i] == kSrcFar) {
-                const Pairs s = decode_word(sum[i / 2], scale_pair(sum_scale[i / 2] >> scale_shift));
-                k             = decode_word(key[i], scale_pair(key_scale[i] >> scale_shift));
-                v             = decode_word(value[i], scale_pair(value_scale[i] >> scale_shift));
+                const Pairs s = decode_word(sum[i / 2], scale_pair(sum_scale[i / 2], scale_select));
+                k             = decode_word(key[i], scale_pair(key_scale[i], scale_select));
+                v             = decode_word(value[i], scale_pair(value_scale[i], scale_select));
 #pragma unroll
                 for (int j = 0; j < 4; ++j) {
                     k.p[j] = add_half2(s.p[j], k.p[j]);

@@ -1,13 +1,10 @@
 // Reading FP4 rows in kernels, and the tensor-core instructions that consume them.
 //
-// A 32-bit word of a row holds 8 channels of one 16-channel sub-block: with `base` = 16 * sub-block + 4 * (word & 1),
-// byte j has channel base + j in its low and base + 8 + j in its high nibble. Shifted left by 0, 4, 8 or 12 the word has
-// in the top nibbles of its two 16-bit lanes the channels
-//     0: base + 9, base + 11     4: base + 1, base + 3     8: base + 8, base + 10     12: base + 0, base + 2
-// and fp4_pair() turns those into two halves by moving the sign to bit 15 and the other bits to 11..9, which is the
-// value times 2^-14, exactly. A scale byte t is half_bits(t << 7) * 2^-8, so the product of the two halves is the decoded
-// value times kFp4Unit. It is exact for scales from 2^-13 up; below, it is rounded in steps of 2^-18 (decoded: 2^-18 * 2^-6
-// = 2^-24 is the smallest half).
+// A 32-bit word of a row holds 8 channels of one 16-channel sub-block: with `base` = word_channel(word), byte j has channel
+// base + j in its low and base + 8 + j in its high nibble. A byte with the sign of a nibble in bit 7 and its other bits in
+// 3..1 is the upper byte of a half which is the value times 2^-14, exactly. A scale byte t is half_bits(t << 7) * 2^-8, so the
+// product of the two halves is the decoded value times kFp4Unit. It is exact for scales from 2^-13 up; below, it is rounded in
+// steps of 2^-18 (decoded: 2^-18 * 2^-6 = 2^-24 is the smallest half).
 #pragma once
 
 #include <cuda_fp16.h>
@@ -30,10 +27,27 @@ __device__ __forceinline__ uint32_t load_word(const uint32_t * p) {
     return r;
 }
 
-__device__ __forceinline__ uint32_t fp4_pair(uint32_t x) { return (x & 0x80008000u) | ((x >> 3) & 0x0E000E00u); }
+__device__ __forceinline__ int word_channel(int word) { return (word >> 1) * 16 + 4 * (word & 1); }
 
-// Scale byte in the low 8 bits (the rest is ignored) -> the same half twice.
-__device__ __forceinline__ uint32_t scale_pair(uint32_t t) { return (t & 0xFFu) * 0x00800080u; }
+// The values of a word, two halves a register, in the order in which they are cheapest: channels
+//     base + 9, base + 11     base + 1, base + 3     base + 8, base + 10     base + 0, base + 2
+struct Pairs {
+    uint32_t p[4];
+};
+
+__device__ __forceinline__ int pair_channel(int j) { return (0x0819 >> (4 * j)) & 0xF; }  // 9, 1, 8, 0
+
+// Without their scale, times 2^-14.
+__device__ __forceinline__ Pairs fp4_pairs(uint32_t word) {
+    const uint32_t hi = (word & 0x80808080u) | ((word >> 3) & 0x0E0E0E0Eu);
+    const uint32_t lo = ((word << 4) & 0x80808080u) | ((word << 1) & 0x0E0E0E0Eu);
+    return {{hi & 0xFF00FF00u, lo & 0xFF00FF00u, __byte_perm(hi, 0, 0x2404), __byte_perm(lo, 0, 0x2404)}};
+}
+
+// A scale as a half, twice. `select` puts its byte where byte_perm(scales, 0, select) has [0, s, 0, s].
+__device__ __forceinline__ uint32_t scale_pair(uint32_t scales, uint32_t select) {
+    return __byte_perm(scales, 0, select) >> 1;
+}
 
 __device__ __forceinline__ uint32_t mul_half2(uint32_t a, uint32_t b) {
     uint32_t r;

@@ -1,5 +1,6 @@
 // kv_attend on CUDA: which kernel, how many splits, where its scratch goes.
 #include "ops/attend_decode.cuh"
+#include "ops/attend_merge.cuh"
 #include "ops/attend_prefill.cuh"
 #include "ops/kv_ops_cuda.h"
 
@@ -40,11 +41,18 @@ Plan make_plan(const AttendArgs & a, const CudaDevice & device) {
     } else {
         p.blocks           = columns > 8 && dim <= 128 ? 2 : 1;
         p.z                = ceil_div(columns, 8 * p.blocks);
-        const int tiles    = ceil_div(a.n_kv, device::kDecodeTile);
-        const int room     = device::decode_blocks_sm(dim, p.blocks) * device.n_sm / (a.mem.n_head_kv * p.z);
-        const int shares   = (room < 1 ? 1 : room) * device::kDecodeWarps;
-        const int per_warp = tiles <= 2 * device::kDecodeWarps ? 2 : ceil_div(tiles, shares);
-        p.n_split = ceil_div(tiles, (per_warp < 64 ? per_warp : 64) * device::kDecodeWarps);  // the kernel counts to 64
+        const int shares   = a.mem.n_head_kv * p.z, warps = device::decode_warps(dim, p.blocks);
+        const int most     = ceil_div(ceil_div(a.n_kv, device::kDecodeTile), warps);  // with a tile for every warp
+        // One wave of blocks; more where that would leave multiprocessors without work and there is enough of it.
+        p.n_split = 1;
+        int busy  = 0;  // of 1000 multiprocessors
+        for (int waves = 1; waves <= 3; ++waves) {
+            const int split = waves * device.n_sm / shares, used = split * shares * 1000 / (waves * device.n_sm);
+            if (used > busy + 50 && split * (waves == 1 ? 1 : 8) <= (waves == 1 ? split : most)) {
+                p.n_split = split < most ? split : most;
+                busy      = used;
+            }
+        }
     }
     if (p.n_split > 1) {
         const size_t rows = size_t(p.n_split) * a.n_q * a.n_head;
@@ -76,11 +84,11 @@ void launch(const AttendParams & p, const Plan & plan, const CudaDevice & device
     } else {
         const dim3 grid(p.n_head_kv, plan.n_split, plan.z);
         if (plan.blocks == 1) {
-            device::attend_decode<D, 1><<<grid, 32 * device::kDecodeWarps, 0, stream>>>(p);
+            device::attend_decode<D, 1><<<grid, device::DecodeShape<D, 1>::threads, 0, stream>>>(p);
         }
         if constexpr (D <= 128) {
             if (plan.blocks == 2) {
-                device::attend_decode<D, 2><<<grid, 32 * device::kDecodeWarps, 0, stream>>>(p);
+                device::attend_decode<D, 2><<<grid, device::DecodeShape<D, 2>::threads, 0, stream>>>(p);
             }
         }
     }
