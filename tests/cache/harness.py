@@ -162,6 +162,19 @@ class Context:
             parts.append(self.decode([(t, pos + first + i, (seq,)) for i, t in enumerate(part)]))
         return np.concatenate(parts)
 
+    def abort_after(self, n_calls: int | None) -> None:
+        """Abort graphs: the callback, asked after every node, says so from call ``n_calls`` on. None: never."""
+        left = [n_calls]
+
+        def ask(_data: Any) -> bool:
+            if left[0] is None:
+                return False
+            left[0] -= 1
+            return left[0] < 0
+
+        self._abort = lc.ggml_abort_callback(ask)  # kept alive as long as llama.cpp may call it
+        lc.llama_set_abort_callback(self.handle, self._abort, None)
+
     # -- sequences -----------------------------------------------------------------------------------------------------
 
     def pos_max(self, seq: int = 0) -> int:

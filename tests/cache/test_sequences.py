@@ -230,9 +230,10 @@ def random_script(seed: int, n_seq: int, n_steps: int) -> list[tuple]:
             remove(seq, -1, -1)
         elif kind == "copy" and length:
             target = (seq + 1) % n_seq
+            end = int(rng.integers(1, length + 1)) if rng.random() < 0.5 else length
             remove(target, -1, -1)
-            steps.append(("cp", seq, target))
-            present[target] = set(present[seq])
+            steps.append(("cp", seq, target, 0, end))
+            present[target] = {pos for pos in present[seq] if pos < end}
     return steps
 
 
