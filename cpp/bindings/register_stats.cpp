@@ -11,9 +11,12 @@ namespace {
 
 const char * type_name(kvfold_type type) {
     switch (type) {
-        case KVFOLD_TYPE_FP4:      return "fp4";
-        case KVFOLD_TYPE_FP4_CSA2: return "fp4_csa2";
-        case KVFOLD_TYPE_NONE:     break;
+    case KVFOLD_TYPE_FP4:
+        return "fp4";
+    case KVFOLD_TYPE_FP4_CSA2:
+        return "fp4_csa2";
+    case KVFOLD_TYPE_NONE:
+        break;
     }
     return "none";
 }
@@ -55,7 +58,8 @@ void register_stats(py::module_ & m);
 
 void register_stats(py::module_ & m) {
     m.def("context_stats", &context_stats, py::arg("ctx"),
-          "Statistics of the kvfold cache of a llama_context given by address, as a dict (sizes in bytes, all allocated memory\n"
+          "Statistics of the kvfold cache of a llama_context given by address, as a dict (sizes in bytes, all "
+          "allocated memory\n"
           "counted; tokens are cells in use); None when the context has no kvfold cache.");
 }
 

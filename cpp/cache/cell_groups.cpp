@@ -28,7 +28,8 @@ class Placement {
     bool is_owned_by(uint32_t g, const llama_kv_cells::seq_set_t & seqs) const {
         for (uint32_t c = g * group_; c < (g + 1) * group_; ++c) {
             const auto it = placed_.find(c);
-            if (it != placed_.end() ? it->second->seqs != seqs : (!cells_.is_empty(c) && cells_.seq_get_all(c) != seqs)) {
+            if (it != placed_.end() ? it->second->seqs != seqs
+                                    : (!cells_.is_empty(c) && cells_.seq_get_all(c) != seqs)) {
                 return false;
             }
         }
@@ -38,8 +39,8 @@ class Placement {
     void put(uint32_t cell, const TokenRef & token) { placed_.emplace(cell, &token); }
 
   private:
-    const llama_kv_cells &                           cells_;
-    uint32_t                                         group_;
+    const llama_kv_cells &                         cells_;
+    uint32_t                                       group_;
     std::unordered_map<uint32_t, const TokenRef *> placed_;
 };
 
@@ -55,7 +56,7 @@ llama_seq_id first_of(const llama_kv_cells::seq_set_t & seqs) {
 // The cell of position `pos` in sequence `seq`.
 uint32_t find_cell(const llama_kv_cells & cells, llama_seq_id seq, llama_pos pos) {
     const auto & by_pos = cells.seq_pos_get(seq);
-    const auto   it     = by_pos.lower_bound({ pos, 0 });
+    const auto   it     = by_pos.lower_bound({pos, 0});
     return it != by_pos.end() && it->first == pos ? it->second : kNone;
 }
 
@@ -72,7 +73,8 @@ std::vector<TokenRef> tokens_of(const llama_ubatch & ubatch) {
     return tokens;
 }
 
-std::vector<uint32_t> place_tokens(const llama_kv_cells & cells, uint32_t group, uint32_t hint, const std::vector<TokenRef> & tokens) {
+std::vector<uint32_t> place_tokens(const llama_kv_cells & cells, uint32_t group, uint32_t hint,
+                                   const std::vector<TokenRef> & tokens) {
     const uint32_t n_groups = cells.size() / group;
 
     Placement             placement(cells, group);
@@ -82,8 +84,9 @@ std::vector<uint32_t> place_tokens(const llama_kv_cells & cells, uint32_t group,
     // The last token placed here for each sequence; a micro-batch mostly continues what it just placed.
     std::unordered_map<llama_seq_id, std::pair<llama_pos, uint32_t>> last;
 
-    uint32_t next_group = hint < n_groups ? hint : 0;  // search position; only moves forward, so a batch costs one sweep
-    uint32_t searched   = 0;
+    uint32_t next_group =
+        hint < n_groups ? hint : 0;  // search position; only moves forward, so a batch costs one sweep
+    uint32_t searched = 0;
 
     for (const TokenRef & token : tokens) {
         const llama_seq_id seq    = first_of(token.seqs);
@@ -92,8 +95,9 @@ std::vector<uint32_t> place_tokens(const llama_kv_cells & cells, uint32_t group,
 
         if (offset != 0) {
             const auto     it   = last.find(seq);
-            const uint32_t prev = it != last.end() && it->second.first == token.pos - 1 ? it->second.second
-                                                                                       : find_cell(cells, seq, token.pos - 1);
+            const uint32_t prev = it != last.end() && it->second.first == token.pos - 1
+                                      ? it->second.second
+                                      : find_cell(cells, seq, token.pos - 1);
             if (prev != kNone) {
                 const uint32_t g = prev / group;
                 if (placement.is_free(g * group + offset) && placement.is_owned_by(g, token.seqs)) {
@@ -120,7 +124,7 @@ std::vector<uint32_t> place_tokens(const llama_kv_cells & cells, uint32_t group,
             return {};
         }
         placement.put(cell, token);
-        last[seq] = { token.pos, cell };
+        last[seq] = {token.pos, cell};
         out.push_back(cell);
     }
     return out;

@@ -22,7 +22,8 @@ struct TokenRef {
 //   2. else to a wholly free group, at offset p % group;
 //   3. else (fragmented cache) to any free cell of a group whose content belongs to exactly S.
 // `hint` is the group where the search for a free group starts.
-std::vector<uint32_t> place_tokens(const llama_kv_cells & cells, uint32_t group, uint32_t hint, const std::vector<TokenRef> & tokens);
+std::vector<uint32_t> place_tokens(const llama_kv_cells & cells, uint32_t group, uint32_t hint,
+                                   const std::vector<TokenRef> & tokens);
 
 std::vector<TokenRef> tokens_of(const llama_ubatch & ubatch);
 

@@ -17,9 +17,9 @@ thread_local std::string                t_last_error;
 thread_local std::vector<kvfold_config> t_scopes;
 
 std::mutex    g_default_mutex;
-kvfold_config g_default = { KVFOLD_TYPE_NONE, 0, 0, 0, KVFOLD_SWA_F16 };
+kvfold_config g_default = {KVFOLD_TYPE_NONE, 0, 0, 0, KVFOLD_SWA_F16};
 
-const int k_groups[] = { 2, 4, 8, 16, 32 };
+const int k_groups[] = {2, 4, 8, 16, 32};
 
 int max_group(kvfold_type type) { return type == KVFOLD_TYPE_FP4 ? 32 : 16; }
 
@@ -66,9 +66,12 @@ bool fail(const std::string & reason) {
 
 const char * type_name(kvfold_type type) {
     switch (type) {
-        case KVFOLD_TYPE_FP4:      return "fp4";
-        case KVFOLD_TYPE_FP4_CSA2: return "fp4_csa2";
-        case KVFOLD_TYPE_NONE:     break;
+    case KVFOLD_TYPE_FP4:
+        return "fp4";
+    case KVFOLD_TYPE_FP4_CSA2:
+        return "fp4_csa2";
+    case KVFOLD_TYPE_NONE:
+        break;
     }
     return "none";
 }
@@ -91,7 +94,7 @@ const char * kvfold_version(void) { return KVFOLD_VERSION; }
 const char * kvfold_last_error(void) { return t_last_error.c_str(); }
 
 kvfold_config kvfold_config_default(kvfold_type type) {
-    kvfold_config config = { type, 0, 128, 4, KVFOLD_SWA_F16 };
+    kvfold_config config = {type, 0, 128, 4, KVFOLD_SWA_F16};
     return resolve(config);
 }
 
@@ -129,7 +132,8 @@ bool kvfold_config_set(kvfold_config * config, const char * key, const char * va
         }
         return true;
     }
-    return fail(message("unknown cache setting '%s'; possible: kv_type, kv_group, kv_tail, kv_sinks, kv_swa_type", key));
+    return fail(
+        message("unknown cache setting '%s'; possible: kv_type, kv_group, kv_tail, kv_sinks, kv_swa_type", key));
 }
 
 bool kvfold_config_check(const kvfold_config * config) {
@@ -143,7 +147,7 @@ bool kvfold_config_check(const kvfold_config * config) {
     }
     if (!known) {
         return fail(message("kv_group %d does not fit kv_type %s; possible: %s", c.group, type_name(c.type),
-                           group_choices(c.type).c_str()));
+                            group_choices(c.type).c_str()));
     }
     if (c.tail < 1 || c.tail > 65536) {
         return fail(message("kv_tail must be from 1 to 65536 tokens, got %d", c.tail));
@@ -176,7 +180,7 @@ bool kvfold_set_default(const kvfold_config * config) {
         return false;
     }
     std::lock_guard<std::mutex> lock(g_default_mutex);
-    g_default = config != nullptr ? resolve(*config) : kvfold_config{ KVFOLD_TYPE_NONE, 0, 0, 0, KVFOLD_SWA_F16 };
+    g_default = config != nullptr ? resolve(*config) : kvfold_config{KVFOLD_TYPE_NONE, 0, 0, 0, KVFOLD_SWA_F16};
     return true;
 }
 

@@ -20,40 +20,40 @@ thread_local uint32_t              t_building_n_seq_max = 1;
 // Architectures that keep a compressed or indexed cache of their own.
 bool has_own_cache(llm_arch arch) {
     switch (arch) {
-        case LLM_ARCH_MINIMAX_M3:
-        case LLM_ARCH_GLM_DSA:
-        case LLM_ARCH_DEEPSEEK32:
-        case LLM_ARCH_DEEPSEEK4:
-        case LLM_ARCH_GLM5_NEXT:
-        case LLM_ARCH_HY_V4:
-        case LLM_ARCH_DOTS3NOTE:
-        case LLM_ARCH_DFLASH:
-        case LLM_ARCH_QWEN4EXP:
-            return true;
-        default:
-            return false;
+    case LLM_ARCH_MINIMAX_M3:
+    case LLM_ARCH_GLM_DSA:
+    case LLM_ARCH_DEEPSEEK32:
+    case LLM_ARCH_DEEPSEEK4:
+    case LLM_ARCH_GLM5_NEXT:
+    case LLM_ARCH_HY_V4:
+    case LLM_ARCH_DOTS3NOTE:
+    case LLM_ARCH_DFLASH:
+    case LLM_ARCH_QWEN4EXP:
+        return true;
+    default:
+        return false;
     }
 }
 
 bool has_no_cache(llm_arch arch) {
     switch (arch) {
-        case LLM_ARCH_BERT:
-        case LLM_ARCH_JINA_BERT_V2:
-        case LLM_ARCH_JINA_BERT_V3:
-        case LLM_ARCH_NOMIC_BERT:
-        case LLM_ARCH_NOMIC_BERT_MOE:
-        case LLM_ARCH_NEO_BERT:
-        case LLM_ARCH_EUROBERT:
-        case LLM_ARCH_WAVTOKENIZER_DEC:
-        case LLM_ARCH_MODERN_BERT:
-        case LLM_ARCH_GEMMA_EMBEDDING:
-        case LLM_ARCH_DREAM:
-        case LLM_ARCH_LLADA:
-        case LLM_ARCH_LLADA_MOE:
-        case LLM_ARCH_RND1:
-            return true;
-        default:
-            return llm_arch_is_recurrent(arch);
+    case LLM_ARCH_BERT:
+    case LLM_ARCH_JINA_BERT_V2:
+    case LLM_ARCH_JINA_BERT_V3:
+    case LLM_ARCH_NOMIC_BERT:
+    case LLM_ARCH_NOMIC_BERT_MOE:
+    case LLM_ARCH_NEO_BERT:
+    case LLM_ARCH_EUROBERT:
+    case LLM_ARCH_WAVTOKENIZER_DEC:
+    case LLM_ARCH_MODERN_BERT:
+    case LLM_ARCH_GEMMA_EMBEDDING:
+    case LLM_ARCH_DREAM:
+    case LLM_ARCH_LLADA:
+    case LLM_ARCH_LLADA_MOE:
+    case LLM_ARCH_RND1:
+        return true;
+    default:
+        return llm_arch_is_recurrent(arch);
     }
 }
 
@@ -68,11 +68,12 @@ bool check_model(const kvfold_config & config, const llama_model & model) {
         return fail(message("kv_type %s: architecture '%s' has no key/value cache", type, arch));
     }
     if (hparams.is_mla() || has_own_cache(model.arch)) {
-        return fail(message("kv_type %s: architecture '%s' has a compressed cache of its own (%s); use no kv type", type, arch,
-                           hparams.is_mla() ? "MLA" : "indexed or compressed keys"));
+        return fail(message("kv_type %s: architecture '%s' has a compressed cache of its own (%s); use no kv type",
+                            type, arch, hparams.is_mla() ? "MLA" : "indexed or compressed keys"));
     }
     if (hparams.use_alibi) {
-        return fail(message("kv_type %s: architecture '%s' uses ALiBi position biases, which FP4 attention does not have", type, arch));
+        return fail(message(
+            "kv_type %s: architecture '%s' uses ALiBi position biases, which FP4 attention does not have", type, arch));
     }
     if (model.arch == LLM_ARCH_T5 || model.arch == LLM_ARCH_GROK) {
         return fail(message("kv_type %s: attention of architecture '%s' cannot run as flash attention", type, arch));
@@ -85,11 +86,13 @@ bool check_model(const kvfold_config & config, const llama_model & model) {
         const uint32_t k = hparams.n_embd_head_k(il);
         const uint32_t v = hparams.n_embd_head_v(il);
         if (k != v) {
-            return fail(message("kv_type %s: keys of %u and values of %u channels a head differ (layer %u); they must be equal", type, k,
-                               v, il));
+            return fail(
+                message("kv_type %s: keys of %u and values of %u channels a head differ (layer %u); they must be equal",
+                        type, k, v, il));
         }
         if (k != 64 && k != 128 && k != 256) {
-            return fail(message("kv_type %s: head size %u (layer %u) does not fit; possible: 64, 128, 256", type, k, il));
+            return fail(
+                message("kv_type %s: head size %u (layer %u) does not fit; possible: 64, 128, 256", type, k, il));
         }
     }
     return true;
@@ -103,7 +106,9 @@ uint32_t building_n_seq_max() { return t_building_n_seq_max; }
 
 using namespace kvfold;
 
-bool kvfold_model_check(const kvfold_config * config, const llama_model * model) { return check_model(*config, *model); }
+bool kvfold_model_check(const kvfold_config * config, const llama_model * model) {
+    return check_model(*config, *model);
+}
 
 kvfold_context_scope::kvfold_context_scope(const llama_model & model, llama_context_params & params) {
     const kvfold_config config = kvfold_active_config();
@@ -115,10 +120,12 @@ kvfold_context_scope::kvfold_context_scope(const llama_model & model, llama_cont
 
     ok_ = check_model(config, model);
     if (ok_ && params.flash_attn_type == LLAMA_FLASH_ATTN_TYPE_DISABLED) {
-        ok_ = fail(message("kv_type %s needs flash attention, but flash_attn is off; possible: on, auto", type_name(config.type)));
+        ok_ = fail(message("kv_type %s needs flash attention, but flash_attn is off; possible: on, auto",
+                           type_name(config.type)));
     }
     if (ok_ && model.split_mode() == LLAMA_SPLIT_MODE_TENSOR) {
-        ok_ = fail(message("kv_type %s: split mode 'tensor' is not possible; use 'layer' or 'none'", type_name(config.type)));
+        ok_ = fail(
+            message("kv_type %s: split mode 'tensor' is not possible; use 'layer' or 'none'", type_name(config.type)));
     }
     if (!ok_) {
         LLAMA_LOG_ERROR("kvfold: %s\n", kvfold_last_error());

@@ -31,7 +31,8 @@ uint64_t model_fingerprint(const llama_model & model) {
 
     const auto & hparams = model.hparams;
     for (uint32_t il = 0; il < hparams.n_layer(); ++il) {
-        const uint32_t shape[] = { hparams.n_head(il), hparams.n_head_kv(il), hparams.n_embd_head_k(il), hparams.n_ff(il) };
+        const uint32_t shape[] = {hparams.n_head(il), hparams.n_head_kv(il), hparams.n_embd_head_k(il),
+                                  hparams.n_ff(il)};
         h                      = hash_bytes(shape, sizeof(shape), h);
     }
 

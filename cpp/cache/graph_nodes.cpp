@@ -14,12 +14,13 @@ namespace {
 // The plan of the running micro-batch as graph inputs, one object a cache and graph.
 class PlanInput : public llm_graph_input_i {
   public:
-    PlanInput(kvfold_cache * cache, ggml_context * ctx, int64_t n_kv, int64_t n_tokens) : cache_(cache), n_tokens_(n_tokens) {
+    PlanInput(kvfold_cache * cache, ggml_context * ctx, int64_t n_kv, int64_t n_tokens)
+        : cache_(cache), n_tokens_(n_tokens) {
         const int64_t capacity = NearPool::plan_capacity(cache->near.n_rows(), uint32_t(n_tokens));
         cell_src               = ggml_new_tensor_1d(ctx, GGML_TYPE_I32, n_kv);
-        fold                   = ggml_new_tensor_1d(ctx, GGML_TYPE_I32, kPlanHeader + capacity * (1 + cache->config.group));
-        store                  = ggml_new_tensor_1d(ctx, GGML_TYPE_I32, kPlanHeader + n_tokens);
-        for (ggml_tensor * t : { cell_src, fold, store }) {
+        fold  = ggml_new_tensor_1d(ctx, GGML_TYPE_I32, kPlanHeader + capacity * (1 + cache->config.group));
+        store = ggml_new_tensor_1d(ctx, GGML_TYPE_I32, kPlanHeader + n_tokens);
+        for (ggml_tensor * t : {cell_src, fold, store}) {
             ggml_set_input(t);
         }
         ggml_set_name(cell_src, "kvfold_cell_src");
@@ -30,8 +31,8 @@ class PlanInput : public llm_graph_input_i {
     void set_input(const llama_ubatch *) override {
         const UbatchPlan & plan = cache_->plan;
         write(cell_src, {}, plan.cell_src);
-        write(fold, { plan.n_groups, plan.epoch, 0, 0 }, plan.fold_entries);
-        write(store, { int32_t(plan.store_dst.size()), plan.epoch, 0, 0 }, plan.store_dst);
+        write(fold, {plan.n_groups, plan.epoch, 0, 0}, plan.fold_entries);
+        write(store, {int32_t(plan.store_dst.size()), plan.epoch, 0, 0}, plan.store_dst);
     }
 
     bool can_reuse(const llm_graph_params & params) override {
@@ -68,12 +69,12 @@ void make_custom(ggml_tensor * t, NodeOp op, const CacheLayer & layer, int32_t g
     const int32_t all_threads = GGML_N_TASKS_MAX;
     std::memset(t->op_params, 0, sizeof(t->op_params));
     std::memcpy(reinterpret_cast<char *>(t->op_params) + sizeof(void *), &all_threads, sizeof(all_threads));
-    const NodeParams p = { kNodeMagic, int32_t(op), layer.n_head_kv, layer.head_dim, group, scale, softcap };
+    const NodeParams p = {kNodeMagic, int32_t(op), layer.n_head_kv, layer.head_dim, group, scale, softcap};
     std::memcpy(t->op_params + kNodeSlot, &p, sizeof(p));
 }
 
-ggml_tensor * attend_node(ggml_context * ctx, const CacheLayer & layer, int32_t group, ggml_tensor * q, ggml_tensor * mask,
-                          ggml_tensor * cell_src, ggml_tensor * sinks, float scale, float softcap) {
+ggml_tensor * attend_node(ggml_context * ctx, const CacheLayer & layer, int32_t group, ggml_tensor * q,
+                          ggml_tensor * mask, ggml_tensor * cell_src, ggml_tensor * sinks, float scale, float softcap) {
     ggml_tensor * t = ggml_new_tensor_3d(ctx, GGML_TYPE_F32, layer.head_dim, q->ne[2], q->ne[1]);
     make_custom(t, NodeOp::attend, layer, group, scale, softcap);
     t->src[attend_src::q]        = q;
@@ -89,7 +90,8 @@ ggml_tensor * attend_node(ggml_context * ctx, const CacheLayer & layer, int32_t 
     return t;
 }
 
-ggml_tensor * fold_node(ggml_context * ctx, const CacheLayer & layer, int32_t group, ggml_tensor * plan, ggml_tensor * before) {
+ggml_tensor * fold_node(ggml_context * ctx, const CacheLayer & layer, int32_t group, ggml_tensor * plan,
+                        ggml_tensor * before) {
     ggml_tensor * t = ggml_view_tensor(ctx, layer.far_k);
     make_custom(t, NodeOp::fold, layer, group, 0.0f, 0.0f);
     t->src[fold_src::far_k]  = layer.far_k;
@@ -103,7 +105,8 @@ ggml_tensor * fold_node(ggml_context * ctx, const CacheLayer & layer, int32_t gr
     return t;
 }
 
-ggml_tensor * store_node(ggml_context * ctx, const CacheLayer & layer, int32_t group, ggml_tensor * dst, ggml_tensor * before) {
+ggml_tensor * store_node(ggml_context * ctx, const CacheLayer & layer, int32_t group, ggml_tensor * dst,
+                         ggml_tensor * before) {
     ggml_tensor * t = ggml_view_tensor(ctx, layer.near);
     make_custom(t, NodeOp::store, layer, group, 0.0f, 0.0f);
     t->src[store_src::near]   = layer.near;
@@ -127,15 +130,16 @@ PlanInput & plan_input(const llm_graph_context & g, kvfold_cache * cache, int64_
 
 }  // namespace
 
-bool run_fold(const CacheLayer & layer, int32_t group, const std::vector<int32_t> & entries, int32_t n_groups, int32_t epoch) {
+bool run_fold(const CacheLayer & layer, int32_t group, const std::vector<int32_t> & entries, int32_t n_groups,
+              int32_t epoch) {
     ggml_backend_buffer_type_t buft = ggml_backend_buffer_get_type(layer.far_k->buffer);
     ggml_backend_dev_t         dev  = ggml_backend_buft_get_device(buft);
-    ggml_backend_ptr           backend(dev != nullptr ? ggml_backend_dev_init(dev, nullptr) :
-                                                        ggml_backend_init_by_type(GGML_BACKEND_DEVICE_TYPE_CPU, nullptr));
+    ggml_backend_ptr backend(dev != nullptr ? ggml_backend_dev_init(dev, nullptr)
+                                            : ggml_backend_init_by_type(GGML_BACKEND_DEVICE_TYPE_CPU, nullptr));
     if (!backend) {
         return false;
     }
-    ggml_context_ptr ctx(ggml_init({ ggml_tensor_overhead() * 8 + ggml_graph_overhead_custom(8, false), nullptr, true }));
+    ggml_context_ptr ctx(ggml_init({ggml_tensor_overhead() * 8 + ggml_graph_overhead_custom(8, false), nullptr, true}));
 
     CacheLayer    rows = layer;
     const int64_t gqa  = int64_t(layer.n_head_kv) * layer.head_dim;
@@ -151,7 +155,7 @@ bool run_fold(const CacheLayer & layer, int32_t group, const std::vector<int32_t
     if (!buffer) {
         return false;
     }
-    const int32_t header[kPlanHeader] = { n_groups, epoch, 0, 0 };
+    const int32_t header[kPlanHeader] = {n_groups, epoch, 0, 0};
     ggml_backend_tensor_set(plan, header, 0, sizeof(header));
     ggml_backend_tensor_set(plan, entries.data(), sizeof(header), entries.size() * sizeof(int32_t));
     return ggml_backend_graph_compute(backend.get(), gf) == GGML_STATUS_SUCCESS;
@@ -164,19 +168,20 @@ ggml_tensor * probe_attend(ggml_context * ctx, int32_t n_head, int32_t n_head_kv
     layer.head_dim  = head_dim;
     layer.far_k     = ggml_new_tensor_2d(ctx, GGML_TYPE_NVFP4, gqa, 256);
     layer.far_v     = ggml_new_tensor_2d(ctx, GGML_TYPE_NVFP4, gqa, 256);
-    layer.side      = ggml_new_tensor_1d(ctx, GGML_TYPE_I8, int64_t(side_layout(n_head_kv, head_dim, 256 / group).bytes));
-    layer.near      = ggml_new_tensor_3d(ctx, GGML_TYPE_F16, gqa, 1, 2);
-    layer.k_cur     = ggml_new_tensor_2d(ctx, GGML_TYPE_F32, gqa, 1);
-    layer.v_cur     = ggml_new_tensor_2d(ctx, GGML_TYPE_F32, gqa, 1);
+    layer.side  = ggml_new_tensor_1d(ctx, GGML_TYPE_I8, int64_t(side_layout(n_head_kv, head_dim, 256 / group).bytes));
+    layer.near  = ggml_new_tensor_3d(ctx, GGML_TYPE_F16, gqa, 1, 2);
+    layer.k_cur = ggml_new_tensor_2d(ctx, GGML_TYPE_F32, gqa, 1);
+    layer.v_cur = ggml_new_tensor_2d(ctx, GGML_TYPE_F32, gqa, 1);
     return attend_node(ctx, layer, group, ggml_new_tensor_3d(ctx, GGML_TYPE_F32, head_dim, 1, n_head),
-                       ggml_new_tensor_2d(ctx, GGML_TYPE_F16, 256, 1), ggml_new_tensor_1d(ctx, GGML_TYPE_I32, 256), nullptr, 1.0f,
-                       0.0f);
+                       ggml_new_tensor_2d(ctx, GGML_TYPE_F16, 256, 1), ggml_new_tensor_1d(ctx, GGML_TYPE_I32, 256),
+                       nullptr, 1.0f, 0.0f);
 }
 
 }  // namespace kvfold
 
 ggml_tensor * kvfold_build_attn(const llm_graph_context & g, ggml_tensor * q, ggml_tensor * k, ggml_tensor * kq_b,
-                                ggml_tensor * kq_mask, ggml_tensor * sinks, ggml_tensor * v_mla, float kq_scale, int il) {
+                                ggml_tensor * kq_mask, ggml_tensor * sinks, ggml_tensor * v_mla, float kq_scale,
+                                int il) {
     size_t         index = 0;
     kvfold_cache * cache = kvfold_cache::find(k->view_src != nullptr ? k->view_src : k, index);
     if (cache == nullptr) {
@@ -192,9 +197,10 @@ ggml_tensor * kvfold_build_attn(const llm_graph_context & g, ggml_tensor * q, gg
     const float                softcap = g.hparams.attn_soft_cap ? g.hparams.f_attn_logit_softcapping : 0.0f;
     auto &                     input   = kvfold::plan_input(g, cache, kq_mask->ne[0], q->ne[1]);
 
-    ggml_tensor * attend = kvfold::attend_node(g.ctx0, layer, group, q, kq_mask, input.cell_src, sinks, kq_scale, softcap);
+    ggml_tensor * attend =
+        kvfold::attend_node(g.ctx0, layer, group, q, kq_mask, input.cell_src, sinks, kq_scale, softcap);
     ggml_format_name(attend, "kvfold_attend-%d", il);
-    g.res->add_fused_node({ LLM_FUSED_OP_FLASH_ATTN, attend, il });
+    g.res->add_fused_node({LLM_FUSED_OP_FLASH_ATTN, attend, il});
     if (ggml_backend_buffer_is_host(layer.far_k->buffer)) {
         ggml_backend_sched_set_tensor_backend(g.sched, attend, g.backend_cpu);  // never copy the cache to the attention
     }

@@ -10,7 +10,8 @@
 namespace kvfold {
 
 // Folds `entries` (FoldArgs::plan) of one layer now, on the backend that holds it, without rows of a micro-batch.
-bool run_fold(const CacheLayer & layer, int32_t group, const std::vector<int32_t> & entries, int32_t n_groups, int32_t epoch);
+bool run_fold(const CacheLayer & layer, int32_t group, const std::vector<int32_t> & entries, int32_t n_groups,
+              int32_t epoch);
 
 // An attend node with placeholder sources of the right types and shapes, to ask a device whether it supports the operation.
 ggml_tensor * probe_attend(ggml_context * ctx, int32_t n_head, int32_t n_head_kv, int32_t head_dim, int32_t group);

@@ -22,7 +22,7 @@ namespace {
 
 // Whether a device runs our attention for this layer's shape. Asked with a node that exists for the question only.
 bool device_attends(ggml_backend_dev_t dev, const llama_hparams & hparams, uint32_t il, int32_t group) {
-    ggml_context_ptr ctx(ggml_init({ ggml_tensor_overhead() * 16, nullptr, true }));
+    ggml_context_ptr ctx(ggml_init({ggml_tensor_overhead() * 16, nullptr, true}));
     ggml_tensor *    node = kvfold::probe_attend(ctx.get(), int32_t(hparams.n_head(il)), int32_t(hparams.n_head_kv(il)),
                                                  int32_t(hparams.n_embd_head_k(il)), group);
     return ggml_backend_dev_supports_op(dev, node);
@@ -30,7 +30,8 @@ bool device_attends(ggml_backend_dev_t dev, const llama_hparams & hparams, uint3
 
 }  // namespace
 
-void kvfold_access::ctor_begin(llama_kv_cache & kv, ggml_type & type_k, ggml_type & type_v, bool & offload, uint32_t & kv_size) {
+void kvfold_access::ctor_begin(llama_kv_cache & kv, ggml_type & type_k, ggml_type & type_v, bool & offload,
+                               uint32_t & kv_size) {
     const kvfold_config * config = kvfold::building_config();
     if (config == nullptr || type_k != GGML_TYPE_NVFP4 || type_v != GGML_TYPE_NVFP4) {
         return;
@@ -47,12 +48,14 @@ void kvfold_access::ctor_begin(llama_kv_cache & kv, ggml_type & type_k, ggml_typ
     if (offload) {
         for (uint32_t il = 0; il < kv.hparams.n_layer(); ++il) {
             ggml_backend_dev_t dev = kv.model.dev_layer(int(il));
-            if (!kv.hparams.has_kv(il) || kv.hparams.is_swa(il) || kv.hparams.is_recr(il) || kv.hparams.n_head_kv(il) == 0 ||
-                dev == nullptr || ggml_backend_dev_type(dev) == GGML_BACKEND_DEVICE_TYPE_CPU) {
+            if (!kv.hparams.has_kv(il) || kv.hparams.is_swa(il) || kv.hparams.is_recr(il) ||
+                kv.hparams.n_head_kv(il) == 0 || dev == nullptr ||
+                ggml_backend_dev_type(dev) == GGML_BACKEND_DEVICE_TYPE_CPU) {
                 continue;
             }
             if (!device_attends(dev, kv.hparams, il, config->group)) {
-                LLAMA_LOG_WARN("kvfold: device %s has no kvfold attention for this model; the cache stays in host memory and attention "
+                LLAMA_LOG_WARN("kvfold: device %s has no kvfold attention for this model; the cache stays in host "
+                               "memory and attention "
                                "runs on the CPU, which is slow\n",
                                ggml_backend_dev_name(dev));
                 offload = false;
@@ -93,7 +96,7 @@ void kvfold_access::attach(llama_kv_cache & kv) {
         ggml_backend_buffer_type_t buft = ggml_backend_buffer_get_type(from.k->buffer);
         auto &                     ctx  = contexts[buft];
         if (!ctx) {
-            ctx.reset(ggml_init({ ggml_tensor_overhead() * 2 * kv.layers.size(), nullptr, true }));
+            ctx.reset(ggml_init({ggml_tensor_overhead() * 2 * kv.layers.size(), nullptr, true}));
         }
         const int64_t gqa  = int64_t(layer.n_head_kv) * layer.head_dim;
         const auto    side = kvfold::side_layout(layer.n_head_kv, layer.head_dim, int32_t(cache.n_groups()));
@@ -113,7 +116,8 @@ void kvfold_access::attach(llama_kv_cache & kv) {
         ggml_backend_buffer_t buffer;
         if (kv.hparams.no_alloc) {
             buffer = ggml_backend_buft_alloc_buffer(buft, 0);  // a dry run measures; nothing may be allocated
-            for (ggml_tensor * t = ggml_get_first_tensor(ctx.get()); t != nullptr; t = ggml_get_next_tensor(ctx.get(), t)) {
+            for (ggml_tensor * t = ggml_get_first_tensor(ctx.get()); t != nullptr;
+                 t               = ggml_get_next_tensor(ctx.get(), t)) {
                 t->buffer = buffer;
             }
         } else {
@@ -132,7 +136,8 @@ void kvfold_access::attach(llama_kv_cache & kv) {
     cache.publish();
 }
 
-void kvfold_access::applied(llama_kv_cache & kv, const llama_kv_cache::slot_info & sinfo, const llama_ubatch & ubatch, uint32_t n_kv) {
+void kvfold_access::applied(llama_kv_cache & kv, const llama_kv_cache::slot_info & sinfo, const llama_ubatch & ubatch,
+                            uint32_t n_kv) {
     if (!kv.kvfold) {
         return;
     }
@@ -163,8 +168,8 @@ llama_kv_cache::slot_info kvfold_access::find_slot(const llama_kv_cache & kv, co
     llama_kv_cache::slot_info slots{};
     slots.s0   = 0;
     slots.s1   = 0;
-    slots.strm = { 0 };
-    slots.idxs = { std::move(cells) };
+    slots.strm = {0};
+    slots.idxs = {std::move(cells)};
     return slots;
 }
 
@@ -181,7 +186,8 @@ ggml_tensor * kvfold_access::cpy_v(const llama_kv_cache & kv, ggml_context * ctx
 }
 
 void kvfold_access::refuse_shift(const char * what) {
-    kvfold::fail(kvfold::message("%s: positions of an FP4 cache cannot be shifted (llama_memory_can_shift says so)", what));
+    kvfold::fail(
+        kvfold::message("%s: positions of an FP4 cache cannot be shifted (llama_memory_can_shift says so)", what));
     LLAMA_LOG_ERROR("kvfold: %s; nothing was changed\n", kvfold_last_error());
 }
 
@@ -197,16 +203,16 @@ struct Found {
 
 Found find_caches(llama_memory_i * memory) {
     if (auto * kv = dynamic_cast<llama_kv_cache *>(memory)) {
-        return { kv, nullptr };
+        return {kv, nullptr};
     }
     if (auto * iswa = dynamic_cast<llama_kv_cache_iswa *>(memory)) {
-        return { iswa->get_base(), iswa->get_swa() };
+        return {iswa->get_base(), iswa->get_swa()};
     }
     if (auto * hybrid = dynamic_cast<llama_memory_hybrid *>(memory)) {
-        return { hybrid->get_mem_attn(), nullptr };
+        return {hybrid->get_mem_attn(), nullptr};
     }
     if (auto * hybrid = dynamic_cast<llama_memory_hybrid_iswa *>(memory)) {
-        return { hybrid->get_mem_attn()->get_base(), hybrid->get_mem_attn()->get_swa() };
+        return {hybrid->get_mem_attn()->get_base(), hybrid->get_mem_attn()->get_swa()};
     }
     return {};
 }
@@ -268,9 +274,9 @@ void kvfold_access::announce(const llama_context & ctx) {
         return;
     }
     const double mib = 1024.0 * 1024.0;
-    LLAMA_LOG_INFO("kv %s: %.1f MiB, f16 would be %.1f (%.1f %%); near %.1f MiB; attention on %s\n", kvfold::type_name(s.config.type),
-                   double(s.bytes) / mib, double(s.f16_bytes) / mib, 100.0 * double(s.bytes) / double(s.f16_bytes),
-                   double(s.near_bytes) / mib, s.backend);
+    LLAMA_LOG_INFO("kv %s: %.1f MiB, f16 would be %.1f (%.1f %%); near %.1f MiB; attention on %s\n",
+                   kvfold::type_name(s.config.type), double(s.bytes) / mib, double(s.f16_bytes) / mib,
+                   100.0 * double(s.bytes) / double(s.f16_bytes), double(s.near_bytes) / mib, s.backend);
 }
 
 bool kvfold_get_stats(const llama_context * ctx, kvfold_stats * stats) { return kvfold_access::stats(*ctx, *stats); }

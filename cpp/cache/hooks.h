@@ -33,12 +33,14 @@ class kvfold_context_scope {
 // Friend of llama_kv_cache: the hooks inside it.
 struct kvfold_access {
     // First statement of the constructor: may change the row types (sliding windows), where rows live, and the number of cells.
-    static void ctor_begin(llama_kv_cache & kv, ggml_type & type_k, ggml_type & type_v, bool & offload, uint32_t & kv_size);
+    static void ctor_begin(llama_kv_cache & kv, ggml_type & type_k, ggml_type & type_v, bool & offload,
+                           uint32_t & kv_size);
     // Once the root tensors exist.
     static void attach(llama_kv_cache & kv);
 
     // After a micro-batch got its cells for good.
-    static void applied(llama_kv_cache & kv, const llama_kv_cache::slot_info & sinfo, const llama_ubatch & ubatch, uint32_t n_kv);
+    static void applied(llama_kv_cache & kv, const llama_kv_cache::slot_info & sinfo, const llama_ubatch & ubatch,
+                        uint32_t n_kv);
 
     static llama_kv_cache::slot_info find_slot(const llama_kv_cache & kv, const llama_ubatch & ubatch);
 
@@ -58,4 +60,5 @@ struct kvfold_access {
 
 // Attention over a kvfold cache; null when `k` is a view of somebody else's cache.
 ggml_tensor * kvfold_build_attn(const llm_graph_context & g, ggml_tensor * q, ggml_tensor * k, ggml_tensor * kq_b,
-                                ggml_tensor * kq_mask, ggml_tensor * sinks, ggml_tensor * v_mla, float kq_scale, int il);
+                                ggml_tensor * kq_mask, ggml_tensor * sinks, ggml_tensor * v_mla, float kq_scale,
+                                int il);

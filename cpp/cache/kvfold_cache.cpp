@@ -10,20 +10,18 @@
 
 namespace {
 
-std::mutex                                                                   g_mutex;
+std::mutex                                                                 g_mutex;
 std::unordered_map<const ggml_tensor *, std::pair<kvfold_cache *, size_t>> g_layers;  // by far_k
 
 kvfold::NearPool::Config near_config(const kvfold_config & c, uint32_t n_seq_max) {
-    return { uint32_t(c.group), uint32_t(c.tail), uint32_t(c.sinks), n_seq_max };
+    return {uint32_t(c.group), uint32_t(c.tail), uint32_t(c.sinks), n_seq_max};
 }
 
 }  // namespace
 
-kvfold_cache::kvfold_cache(const kvfold_config & config, uint32_t n_ctx, uint32_t n_seq_max) :
-    config(config),
-    n_ctx(n_ctx),
-    n_cells(kvfold::physical_cells(n_ctx, n_seq_max, uint32_t(config.group))),
-    near(near_config(config, n_seq_max), n_cells) {}
+kvfold_cache::kvfold_cache(const kvfold_config & config, uint32_t n_ctx, uint32_t n_seq_max)
+    : config(config), n_ctx(n_ctx), n_cells(kvfold::physical_cells(n_ctx, n_seq_max, uint32_t(config.group))),
+      near(near_config(config, n_seq_max), n_cells) {}
 
 kvfold_cache::~kvfold_cache() {
     std::lock_guard<std::mutex> lock(g_mutex);
@@ -35,7 +33,7 @@ kvfold_cache::~kvfold_cache() {
 void kvfold_cache::publish() {
     std::lock_guard<std::mutex> lock(g_mutex);
     for (size_t i = 0; i < layers.size(); ++i) {
-        g_layers[layers[i].far_k] = { this, i };
+        g_layers[layers[i].far_k] = {this, i};
     }
 }
 
@@ -53,7 +51,8 @@ void kvfold_cache::repair(const llama_kv_cells & cells) {
     if (plan.n_groups == 0) {
         return;
     }
-    const bool removed = std::any_of(plan.cells.begin(), plan.cells.end(), [&](uint32_t c) { return cells.is_empty(c); });
+    const bool removed =
+        std::any_of(plan.cells.begin(), plan.cells.end(), [&](uint32_t c) { return cells.is_empty(c); });
     if (!removed) {
         return;  // a graph that failed has its tokens removed by the caller; nothing to ask the device otherwise
     }

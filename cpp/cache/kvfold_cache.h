@@ -16,14 +16,14 @@ struct llm_graph_context;
 namespace kvfold {
 
 struct CacheLayer {
-    int32_t       il;         // layer of the model
-    int32_t       last_il;    // last layer of the model that reads this cache layer (models that share keys and values)
+    int32_t       il;       // layer of the model
+    int32_t       last_il;  // last layer of the model that reads this cache layer (models that share keys and values)
     int32_t       n_head_kv;
     int32_t       head_dim;
-    ggml_tensor * far_k;      // nvfp4 [gqa, n_cells], the cache's own root tensors
+    ggml_tensor * far_k;  // nvfp4 [gqa, n_cells], the cache's own root tensors
     ggml_tensor * far_v;
-    ggml_tensor * side;       // i8 [side_layout().bytes]
-    ggml_tensor * near;       // f16 [gqa, n_near, 2]
+    ggml_tensor * side;             // i8 [side_layout().bytes]
+    ggml_tensor * near;             // f16 [gqa, n_near, 2]
     ggml_tensor * k_cur = nullptr;  // rows of the micro-batch in the graph being built
     ggml_tensor * v_cur = nullptr;
 };

@@ -7,7 +7,8 @@
 
 namespace kvfold {
 
-NearPool::NearPool(const Config & config, uint32_t n_cells) : config_(config), row_of_cell_(n_cells, -1), current_row_(n_cells, -1) {
+NearPool::NearPool(const Config & config, uint32_t n_cells)
+    : config_(config), row_of_cell_(n_cells, -1), current_row_(n_cells, -1) {
     cell_of_row_.assign(rows_needed(config), -1);
     clear();
 }
@@ -58,7 +59,8 @@ uint32_t NearPool::count_used(const llama_kv_cells & cells) const {
 // A member has an exact row and is not a sink.
 bool NearPool::has_foldable(const llama_kv_cells & cells, uint32_t group_index) const {
     for (uint32_t c = group_index * config_.group; c < (group_index + 1) * config_.group; ++c) {
-        if (!cells.is_empty(c) && cells.pos_get(c) >= llama_pos(config_.sinks) && (row_of_cell_[c] >= 0 || current_row_[c] >= 0)) {
+        if (!cells.is_empty(c) && cells.pos_get(c) >= llama_pos(config_.sinks) &&
+            (row_of_cell_[c] >= 0 || current_row_[c] >= 0)) {
             return true;
         }
     }
@@ -110,8 +112,8 @@ void NearPool::add_to_plan(const llama_kv_cells & cells, uint32_t group_index, U
     plan.n_groups += 1;
 }
 
-UbatchPlan NearPool::plan(const llama_kv_cells & cells, const std::vector<uint32_t> & own, const llama_kv_cells::seq_set_t & seqs,
-                          uint32_t n_kv) {
+UbatchPlan NearPool::plan(const llama_kv_cells & cells, const std::vector<uint32_t> & own,
+                          const llama_kv_cells::seq_set_t & seqs, uint32_t n_kv) {
     UbatchPlan plan;
     plan.epoch = ++epoch_;
     plan.cells = own;
@@ -126,7 +128,9 @@ UbatchPlan NearPool::plan(const llama_kv_cells & cells, const std::vector<uint32
     for (uint32_t c = 0; c < n_kv; ++c) {
         int32_t src = kSrcHidden;
         if (!cells.is_empty(c) && (cells.seq_get_all(c) & seqs).any()) {
-            src = current_row_[c] >= 0 ? src_current(current_row_[c]) : row_of_cell_[c] >= 0 ? row_of_cell_[c] : kSrcFar;
+            src = current_row_[c] >= 0   ? src_current(current_row_[c])
+                  : row_of_cell_[c] >= 0 ? row_of_cell_[c]
+                                         : kSrcFar;
         }
         plan.cell_src[c] = src;
     }
@@ -158,9 +162,9 @@ UbatchPlan NearPool::plan(const llama_kv_cells & cells, const std::vector<uint32
 
     // Folded members give up their rows; rows of this micro-batch that were not folded take one.
     std::vector<bool> folded(own.size(), false);
-    const size_t      stride    = 1 + config_.group;
+    const size_t      stride     = 1 + config_.group;
     size_t            n_unfolded = own.size();
-    const auto        settle    = [&](int32_t g) {
+    const auto        settle     = [&](int32_t g) {
         const int32_t * entry = &plan.fold_entries[size_t(g) * stride];
         for (uint32_t j = 0; j < config_.group; ++j) {
             if (src_is_current(entry[1 + j])) {

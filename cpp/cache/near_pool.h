@@ -10,12 +10,12 @@ namespace kvfold {
 
 // What one micro-batch's graph reads and does. Encodings: kv_ops.h (kSrc...), graph_node.h (kPlan...).
 struct UbatchPlan {
-    int32_t              epoch = 0;
-    std::vector<int32_t> cell_src;      // [n_kv]
-    std::vector<int32_t> fold_entries;  // n_groups * (1 + group)
-    int32_t              n_groups = 0;
-    std::vector<int32_t> store_dst;     // [n_tokens]
-    std::vector<uint32_t> cells;        // the micro-batch's own cells
+    int32_t               epoch = 0;
+    std::vector<int32_t>  cell_src;      // [n_kv]
+    std::vector<int32_t>  fold_entries;  // n_groups * (1 + group)
+    int32_t               n_groups = 0;
+    std::vector<int32_t>  store_dst;  // [n_tokens]
+    std::vector<uint32_t> cells;      // the micro-batch's own cells
 };
 
 // The exact tier: which cell has which row of the near pool.
@@ -35,7 +35,9 @@ class NearPool {
 
     NearPool(const Config & config, uint32_t n_cells);
 
-    static uint32_t rows_needed(const Config & config) { return config.n_seq_max * (config.tail + config.group - 1 + config.sinks); }
+    static uint32_t rows_needed(const Config & config) {
+        return config.n_seq_max * (config.tail + config.group - 1 + config.sinks);
+    }
 
     uint32_t n_rows() const { return uint32_t(cell_of_row_.size()); }
 
@@ -50,29 +52,29 @@ class NearPool {
     void clear();
 
     // Decides for a micro-batch that sits in `own` (cell of each token) and records the result as done. `cells` already holds it.
-    UbatchPlan plan(const llama_kv_cells & cells, const std::vector<uint32_t> & own, const llama_kv_cells::seq_set_t & seqs,
-                    uint32_t n_kv);
+    UbatchPlan plan(const llama_kv_cells & cells, const std::vector<uint32_t> & own,
+                    const llama_kv_cells::seq_set_t & seqs, uint32_t n_kv);
 
     // -1 when the cell's row is far (or the cell is empty).
     int32_t row_of(uint32_t cell) const { return row_of_cell_[cell]; }
 
     // Gives a cell a row (restoring a state); -1 when there is none left.
-    int32_t assign(uint32_t cell);
+    int32_t  assign(uint32_t cell);
     uint32_t n_free() const { return uint32_t(free_rows_.size()); }
 
   private:
-    void release(uint32_t cell);
-    bool has_foldable(const llama_kv_cells & cells, uint32_t group_index) const;
-    bool is_old(const llama_kv_cells & cells, uint32_t group_index) const;
+    void      release(uint32_t cell);
+    bool      has_foldable(const llama_kv_cells & cells, uint32_t group_index) const;
+    bool      is_old(const llama_kv_cells & cells, uint32_t group_index) const;
     llama_pos last_pos(const llama_kv_cells & cells, uint32_t group_index) const;
-    void add_to_plan(const llama_kv_cells & cells, uint32_t group_index, UbatchPlan & plan);
+    void      add_to_plan(const llama_kv_cells & cells, uint32_t group_index, UbatchPlan & plan);
 
-    Config                config_;
-    std::vector<int32_t>  row_of_cell_;
-    std::vector<int32_t>  cell_of_row_;  // -1: free
-    std::vector<int32_t>  free_rows_;
-    std::vector<int32_t>  current_row_;  // [n_cells] -1, or the row in the micro-batch; only valid inside plan()
-    int32_t               epoch_ = 0;
+    Config               config_;
+    std::vector<int32_t> row_of_cell_;
+    std::vector<int32_t> cell_of_row_;  // -1: free
+    std::vector<int32_t> free_rows_;
+    std::vector<int32_t> current_row_;  // [n_cells] -1, or the row in the micro-batch; only valid inside plan()
+    int32_t              epoch_ = 0;
 };
 
 }  // namespace kvfold

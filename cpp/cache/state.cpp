@@ -39,7 +39,10 @@ struct GroupRecord {
 
 class Writer {
   public:
-    template <typename T> void put(const T & value) { put(&value, sizeof(value)); }
+    template <typename T>
+    void put(const T & value) {
+        put(&value, sizeof(value));
+    }
 
     void put(const void * data, size_t size) {
         const auto * bytes = static_cast<const unsigned char *>(data);
@@ -53,7 +56,8 @@ class Reader {
   public:
     explicit Reader(const std::vector<unsigned char> & data) : data_(data) {}
 
-    template <typename T> T get() {
+    template <typename T>
+    T get() {
         T value;
         std::memcpy(&value, take(sizeof(T)), sizeof(T));
         return value;
@@ -95,11 +99,9 @@ std::vector<std::pair<size_t, size_t>> runs(const std::vector<GroupRecord> & gro
 
 // Bytes of one layer's rows.
 struct RowSizes {
-    RowSizes(const CacheLayer & layer, uint32_t n_groups) :
-        layout(side_layout(layer.n_head_kv, layer.head_dim, int32_t(n_groups))),
-        far(layer.far_k->nb[1]),
-        near(layer.near->nb[1]),
-        spread(size_t(layer.n_head_kv) * sizeof(ggml_fp16_t)) {}
+    RowSizes(const CacheLayer & layer, uint32_t n_groups)
+        : layout(side_layout(layer.n_head_kv, layer.head_dim, int32_t(n_groups))), far(layer.far_k->nb[1]),
+          near(layer.near->nb[1]), spread(size_t(layer.n_head_kv) * sizeof(ggml_fp16_t)) {}
 
     SideLayout layout;
     size_t     far;
@@ -108,8 +110,9 @@ struct RowSizes {
 };
 
 // Moves the rows of `groups` between a layer and `buffer` (one direction for each of save and restore).
-template <typename Move> void move_group_rows(const CacheLayer & layer, const RowSizes & size, uint32_t group,
-                                              const std::vector<GroupRecord> & groups, unsigned char * buffer, Move && move) {
+template <typename Move>
+void move_group_rows(const CacheLayer & layer, const RowSizes & size, uint32_t group,
+                     const std::vector<GroupRecord> & groups, unsigned char * buffer, Move && move) {
     const size_t summaries = size.layout.summary_row_bytes * groups.size();
     const size_t spreads   = size.spread * groups.size();
     const size_t rows      = size.far * group * groups.size();
@@ -117,8 +120,10 @@ template <typename Move> void move_group_rows(const CacheLayer & layer, const Ro
         const size_t g = groups[first].index;
         move(layer.side, buffer + first * size.layout.summary_row_bytes, g * size.layout.summary_row_bytes,
              count * size.layout.summary_row_bytes);
-        move(layer.side, buffer + summaries + first * size.spread, size.layout.spread_offset + g * size.spread, count * size.spread);
-        move(layer.far_k, buffer + summaries + spreads + first * group * size.far, g * group * size.far, count * group * size.far);
+        move(layer.side, buffer + summaries + first * size.spread, size.layout.spread_offset + g * size.spread,
+             count * size.spread);
+        move(layer.far_k, buffer + summaries + spreads + first * group * size.far, g * group * size.far,
+             count * group * size.far);
         move(layer.far_v, buffer + summaries + spreads + rows + first * group * size.far, g * group * size.far,
              count * group * size.far);
     }
@@ -128,9 +133,13 @@ size_t group_bytes(const RowSizes & size, uint32_t group) {
     return size.layout.summary_row_bytes + size.spread + 2 * group * size.far;
 }
 
-void get_tensor(const ggml_tensor * t, void * data, size_t offset, size_t size) { ggml_backend_tensor_get(t, data, offset, size); }
+void get_tensor(const ggml_tensor * t, void * data, size_t offset, size_t size) {
+    ggml_backend_tensor_get(t, data, offset, size);
+}
 
-void set_tensor(ggml_tensor * t, const void * data, size_t offset, size_t size) { ggml_backend_tensor_set(t, data, offset, size); }
+void set_tensor(ggml_tensor * t, const void * data, size_t offset, size_t size) {
+    ggml_backend_tensor_set(t, data, offset, size);
+}
 
 }  // namespace
 
@@ -211,7 +220,8 @@ void kvfold_access::state_write(const llama_kv_cache & kv, llama_io_write_i & io
             }
             if (!any_far) {
                 std::memset(w.out.data() + start + i * size.layout.summary_row_bytes, 0, size.layout.summary_row_bytes);
-                std::memset(w.out.data() + start + size.layout.summary_row_bytes * groups.size() + i * size.spread, 0, size.spread);
+                std::memset(w.out.data() + start + size.layout.summary_row_bytes * groups.size() + i * size.spread, 0,
+                            size.spread);
             }
         }
 
@@ -221,7 +231,8 @@ void kvfold_access::state_write(const llama_kv_cache & kv, llama_io_write_i & io
         }
         for (size_t kv_half = 0; kv_half < 2; ++kv_half) {
             for (uint32_t cell : near_cells) {
-                w.put(pool.data() + kv_half * layer.near->nb[2] + size_t(cache.near.row_of(cell)) * size.near, size.near);
+                w.put(pool.data() + kv_half * layer.near->nb[2] + size_t(cache.near.row_of(cell)) * size.near,
+                      size.near);
             }
         }
     }
@@ -257,20 +268,23 @@ void kvfold_access::state_read(llama_kv_cache & kv, llama_io_read_i & io, llama_
     StateHeader header;
     io.read(&header, sizeof(header));
     if (std::memcmp(header.magic, kStateMagic, sizeof(header.magic)) != 0) {
-        refuse(message("the state is not one of a kvfold cache (this context has kv_type %s)", type_name(cache.config.type)));
+        refuse(message("the state is not one of a kvfold cache (this context has kv_type %s)",
+                       type_name(cache.config.type)));
     }
     if (header.version != kStateVersion) {
         refuse(message("the state has format version %u, this build reads %u", header.version, kStateVersion));
     }
     if (header.kv_type != int32_t(cache.config.type) || header.group != cache.config.group) {
-        refuse(message("the state is of kv_type %s, group %d; this context has %s, group %d", type_name(kvfold_type(header.kv_type)),
-                      header.group, type_name(cache.config.type), cache.config.group));
+        refuse(message("the state is of kv_type %s, group %d; this context has %s, group %d",
+                       type_name(kvfold_type(header.kv_type)), header.group, type_name(cache.config.type),
+                       cache.config.group));
     }
     if (header.fingerprint != cache.fingerprint || header.n_layers != cache.layers.size()) {
         refuse("the state is of another model");
     }
     // No state is larger than the cache itself with its cell records; a damaged length must not be allocated.
-    const uint64_t limit = cache.far_bytes + cache.side_bytes + cache.near_bytes + uint64_t(cache.n_cells) * (64 + 2 * LLAMA_MAX_SEQ) + 64;
+    const uint64_t limit =
+        cache.far_bytes + cache.side_bytes + cache.near_bytes + uint64_t(cache.n_cells) * (64 + 2 * LLAMA_MAX_SEQ) + 64;
     if (header.payload_bytes > limit) {
         refuse("the state is larger than this context's cache");
     }
@@ -330,7 +344,7 @@ void kvfold_access::state_read(llama_kv_cache & kv, llama_io_read_i & io, llama_
     }
     if (n_near > cache.near.n_rows() - n_used_rows) {
         refuse(message("the state keeps %u tokens exact, this context has room for %u (kv_tail, kv_sinks)", n_near,
-                      cache.near.n_rows() - n_used_rows));
+                       cache.near.n_rows() - n_used_rows));
     }
     uint32_t next = 0;
     for (auto & record : groups) {
@@ -389,7 +403,8 @@ void kvfold_access::state_read(llama_kv_cache & kv, llama_io_read_i & io, llama_
         move_group_rows(layer, size, group, groups, const_cast<unsigned char *>(rows), set_tensor);
         for (size_t kv_half = 0; kv_half < 2; ++kv_half) {
             for (const auto & [cell, row] : near_rows) {
-                set_tensor(layer.near, r.take(size.near), kv_half * layer.near->nb[2] + size_t(row) * size.near, size.near);
+                set_tensor(layer.near, r.take(size.near), kv_half * layer.near->nb[2] + size_t(row) * size.near,
+                           size.near);
             }
         }
     }

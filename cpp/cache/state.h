@@ -5,7 +5,7 @@
 
 namespace kvfold {
 
-constexpr char     kStateMagic[8] = { 'K', 'V', 'F', 'O', 'L', 'D', 'S', 'T' };
+constexpr char     kStateMagic[8] = {'K', 'V', 'F', 'O', 'L', 'D', 'S', 'T'};
 constexpr uint32_t kStateVersion  = 1;
 
 // First bytes of a cache's state. What follows is `payload_bytes` long and has this checksum.
@@ -17,7 +17,7 @@ struct StateHeader {
     uint32_t n_layers;
     uint64_t fingerprint;  // of the model
     uint64_t payload_bytes;
-    uint64_t checksum;     // hash_bytes of the header with this field zero, continued over the payload
+    uint64_t checksum;  // hash_bytes of the header with this field zero, continued over the payload
 };
 static_assert(sizeof(StateHeader) == 48, "no padding");
 

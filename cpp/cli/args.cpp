@@ -10,7 +10,7 @@ namespace {
 using Handler = void (*)(common_params &, const std::string &);
 
 common_arg option(const char * name, const char * hint, const std::string & help, const char * env, Handler handler) {
-    common_arg arg({ name }, hint, help, handler);
+    common_arg arg({name}, hint, help, handler);
     arg.set_env(env);
     return arg;
 }
@@ -23,24 +23,32 @@ void kvfold_add_args(std::vector<common_arg> & options) {
             continue;
         }
         // Programs that know the cache types get ours too.
-        options.push_back(option("--kv-type", "TYPE",
-                                 "KV cache type of K and V together: " + kvfold::type_choices() +
-                                     " (default: f16)\nfp4: FP4 rows, dense; fp4_csa2: the same with a summary every 4 tokens",
-                                 "LLAMA_ARG_KV_TYPE", [](common_params & params, const std::string & value) {
-                                     kvfold::set_kv_type(value, params.cache_type_k, params.cache_type_v);
-                                 }));
-        options.push_back(option("--kv-group", "N", "tokens that share a summary key: 2, 4, 8, 16, fp4 also 32 (default: fp4 32, fp4_csa2 4)",
-                                 "LLAMA_ARG_KV_GROUP",
-                                 [](common_params &, const std::string & value) { kvfold::set_kv_option("kv_group", value); }));
-        options.push_back(option("--kv-tail", "N", "most recent tokens of a sequence that stay exact (default: 128)", "LLAMA_ARG_KV_TAIL",
-                                 [](common_params &, const std::string & value) { kvfold::set_kv_option("kv_tail", value); }));
-        options.push_back(option("--kv-sinks", "N", "first tokens of a sequence that stay exact (default: 4)", "LLAMA_ARG_KV_SINKS",
-                                 [](common_params &, const std::string & value) { kvfold::set_kv_option("kv_sinks", value); }));
-        options.push_back(option("--kv-swa-type", "TYPE", "type of sliding-window layers under --kv-type fp4...: f16, q8_0 (default: f16)",
-                                 "LLAMA_ARG_KV_SWA_TYPE",
-                                 [](common_params &, const std::string & value) { kvfold::set_kv_option("kv_swa_type", value); }));
+        options.push_back(
+            option("--kv-type", "TYPE",
+                   "KV cache type of K and V together: " + kvfold::type_choices() +
+                       " (default: f16)\nfp4: FP4 rows, dense; fp4_csa2: the same with a summary every 4 tokens",
+                   "LLAMA_ARG_KV_TYPE", [](common_params & params, const std::string & value) {
+                       kvfold::set_kv_type(value, params.cache_type_k, params.cache_type_v);
+                   }));
+        options.push_back(
+            option("--kv-group", "N",
+                   "tokens that share a summary key: 2, 4, 8, 16, fp4 also 32 (default: fp4 32, fp4_csa2 4)",
+                   "LLAMA_ARG_KV_GROUP",
+                   [](common_params &, const std::string & value) { kvfold::set_kv_option("kv_group", value); }));
+        options.push_back(option(
+            "--kv-tail", "N", "most recent tokens of a sequence that stay exact (default: 128)", "LLAMA_ARG_KV_TAIL",
+            [](common_params &, const std::string & value) { kvfold::set_kv_option("kv_tail", value); }));
+        options.push_back(
+            option("--kv-sinks", "N", "first tokens of a sequence that stay exact (default: 4)", "LLAMA_ARG_KV_SINKS",
+                   [](common_params &, const std::string & value) { kvfold::set_kv_option("kv_sinks", value); }));
+        options.push_back(option(
+            "--kv-swa-type", "TYPE", "type of sliding-window layers under --kv-type fp4...: f16, q8_0 (default: f16)",
+            "LLAMA_ARG_KV_SWA_TYPE",
+            [](common_params &, const std::string & value) { kvfold::set_kv_option("kv_swa_type", value); }));
         return;
     }
 }
 
-void kvfold_check_args(const common_params & params) { kvfold::check_settings(params.cache_type_k, params.cache_type_v); }
+void kvfold_check_args(const common_params & params) {
+    kvfold::check_settings(params.cache_type_k, params.cache_type_v);
+}

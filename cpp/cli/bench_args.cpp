@@ -6,13 +6,14 @@
 
 #include "cli/settings.h"
 
-bool kvfold_bench_arg(int argc, char ** argv, int & i, std::vector<ggml_type> & types_k, std::vector<ggml_type> & types_v, bool & invalid) {
+bool kvfold_bench_arg(int argc, char ** argv, int & i, std::vector<ggml_type> & types_k,
+                      std::vector<ggml_type> & types_v, bool & invalid) {
     const struct {
         const char * flag;
         const char * key;
     } options[] = {
-        { "--kv-type", "kv_type" },   { "--kv-group", "kv_group" },       { "--kv-tail", "kv_tail" },
-        { "--kv-sinks", "kv_sinks" }, { "--kv-swa-type", "kv_swa_type" },
+        {"--kv-type", "kv_type"},   {"--kv-group", "kv_group"},       {"--kv-tail", "kv_tail"},
+        {"--kv-sinks", "kv_sinks"}, {"--kv-swa-type", "kv_swa_type"},
     };
     for (const auto & option : options) {
         // llama-bench turns underscores into dashes before it gets here for its own options only.
@@ -33,8 +34,8 @@ bool kvfold_bench_arg(int argc, char ** argv, int & i, std::vector<ggml_type> & 
                 ggml_type k = GGML_TYPE_F16;
                 ggml_type v = GGML_TYPE_F16;
                 kvfold::set_kv_type(value, k, v);
-                types_k = { k };
-                types_v = { v };
+                types_k = {k};
+                types_v = {v};
             } else {
                 kvfold::set_kv_option(option.key, value);
             }

@@ -9,13 +9,13 @@ namespace kvfold {
 namespace {
 
 // Types of llama.cpp itself, which go through unchanged.
-const ggml_type k_upstream[] = { GGML_TYPE_F16,  GGML_TYPE_BF16, GGML_TYPE_F32,  GGML_TYPE_Q8_0,  GGML_TYPE_Q5_1,
-                                 GGML_TYPE_Q5_0, GGML_TYPE_Q4_1, GGML_TYPE_Q4_0, GGML_TYPE_IQ4_NL };
+const ggml_type k_upstream[] = {GGML_TYPE_F16,  GGML_TYPE_BF16, GGML_TYPE_F32,  GGML_TYPE_Q8_0,  GGML_TYPE_Q5_1,
+                                GGML_TYPE_Q5_0, GGML_TYPE_Q4_1, GGML_TYPE_Q4_0, GGML_TYPE_IQ4_NL};
 
 struct Settings {
-    std::string   type;             // as given; empty: no --kv-type
-    std::string   first_option;     // an option that needs --kv-type
-    kvfold_config config = kvfold_config_default(KVFOLD_TYPE_NONE);
+    std::string   type;          // as given; empty: no --kv-type
+    std::string   first_option;  // an option that needs --kv-type
+    kvfold_config config      = kvfold_config_default(KVFOLD_TYPE_NONE);
     bool          group_given = false;
 };
 
@@ -48,7 +48,8 @@ void set_kv_type(const std::string & value, ggml_type & type_k, ggml_type & type
     Settings & s = settings();
     if (type_k != GGML_TYPE_F16 || type_v != GGML_TYPE_F16) {
         if (s.type.empty()) {
-            refuse("--kv-type " + value + " sets both cache types; it cannot be combined with --cache-type-k or --cache-type-v");
+            refuse("--kv-type " + value +
+                   " sets both cache types; it cannot be combined with --cache-type-k or --cache-type-v");
         }
     }
     for (ggml_type t : k_upstream) {
@@ -87,15 +88,18 @@ void check_settings(ggml_type type_k, ggml_type type_v) {
     const Settings & s = settings();
     if (s.config.type == KVFOLD_TYPE_NONE) {
         if (!s.first_option.empty()) {
-            refuse(s.first_option + " needs --kv-type fp4 or fp4_csa2" + (s.type.empty() ? "" : ", got --kv-type " + s.type));
+            refuse(s.first_option + " needs --kv-type fp4 or fp4_csa2" +
+                   (s.type.empty() ? "" : ", got --kv-type " + s.type));
         }
         if (!s.type.empty() && (s.type != ggml_type_name(type_k) || s.type != ggml_type_name(type_v))) {
-            refuse("--kv-type " + s.type + " sets both cache types; it cannot be combined with --cache-type-k or --cache-type-v");
+            refuse("--kv-type " + s.type +
+                   " sets both cache types; it cannot be combined with --cache-type-k or --cache-type-v");
         }
         return;
     }
     if (type_k != GGML_TYPE_NVFP4 || type_v != GGML_TYPE_NVFP4) {
-        refuse("--kv-type " + s.type + " sets both cache types; it cannot be combined with --cache-type-k or --cache-type-v");
+        refuse("--kv-type " + s.type +
+               " sets both cache types; it cannot be combined with --cache-type-k or --cache-type-v");
     }
     apply();
 }

@@ -13,10 +13,13 @@ namespace kvfold {
 
 namespace {
 
-template <typename T> T * data(const ggml_tensor * t) { return static_cast<T *>(t->data); }
+template <typename T>
+T * data(const ggml_tensor * t) {
+    return static_cast<T *>(t->data);
+}
 
-LayerMemory layer_memory(const NodeParams & p, const ggml_tensor * far_k, const ggml_tensor * far_v, const ggml_tensor * side,
-                         const ggml_tensor * near) {
+LayerMemory layer_memory(const NodeParams & p, const ggml_tensor * far_k, const ggml_tensor * far_v,
+                         const ggml_tensor * side, const ggml_tensor * near) {
     LayerMemory m{};
     m.n_head_kv = p.n_head_kv;
     m.head_dim  = p.head_dim;
@@ -70,7 +73,8 @@ AttendArgs attend_args(const ggml_tensor * t) {
 FoldArgs fold_args(const ggml_tensor * t, bool with_data) {
     const NodeParams p = node_params(t);
     FoldArgs         a{};
-    a.mem = layer_memory(p, t->src[fold_src::far_k], t->src[fold_src::far_v], t->src[fold_src::side], t->src[fold_src::near]);
+    a.mem = layer_memory(p, t->src[fold_src::far_k], t->src[fold_src::far_v], t->src[fold_src::side],
+                         t->src[fold_src::near]);
     a.cur = current_rows(t->src[fold_src::k_cur], t->src[fold_src::v_cur]);
     if (with_data) {
         const auto * plan = data<const int32_t>(t->src[fold_src::plan]);
@@ -101,9 +105,14 @@ class Traits : public ggml::cpu::tensor_traits {
     bool work_size(int n_threads, const ggml_tensor * op, size_t & size) override {
         size = 64;  // alignment of the scratch
         switch (NodeOp(node_params(op).op)) {
-            case NodeOp::attend: size += kv_attend_scratch(attend_args(op), n_threads); return true;
-            case NodeOp::fold:   size += kv_fold_scratch(fold_args(op, false), n_threads); return true;
-            case NodeOp::store:  return true;
+        case NodeOp::attend:
+            size += kv_attend_scratch(attend_args(op), n_threads);
+            return true;
+        case NodeOp::fold:
+            size += kv_fold_scratch(fold_args(op, false), n_threads);
+            return true;
+        case NodeOp::store:
+            return true;
         }
         return false;
     }
@@ -119,14 +128,18 @@ class Traits : public ggml::cpu::tensor_traits {
         t.scratch_bytes = params->wsize - (base - reinterpret_cast<uintptr_t>(params->wdata));
 
         switch (NodeOp(node_params(op).op)) {
-            case NodeOp::attend: kv_attend(attend_args(op), t); return true;
-            case NodeOp::fold:   kv_fold(fold_args(op, true), t); return true;
-            case NodeOp::store:
-                kv_store(store_args(op), t);
-                if (t.ith == 0) {
-                    write_epoch(op->src[store_src::side], data<const int32_t>(op->src[store_src::dst])[kPlanEpoch]);
-                }
-                return true;
+        case NodeOp::attend:
+            kv_attend(attend_args(op), t);
+            return true;
+        case NodeOp::fold:
+            kv_fold(fold_args(op, true), t);
+            return true;
+        case NodeOp::store:
+            kv_store(store_args(op), t);
+            if (t.ith == 0) {
+                write_epoch(op->src[store_src::side], data<const int32_t>(op->src[store_src::dst])[kPlanEpoch]);
+            }
+            return true;
         }
         return false;
     }

@@ -53,14 +53,14 @@ constexpr SideLayout side_layout(int32_t n_head_kv, int32_t head_dim, int32_t n_
 // One layer's persistent memory. Rows are contiguous: [n_head_kv][head_dim].
 struct LayerMemory {
     int32_t    n_head_kv;
-    int32_t    head_dim;   // 64, 128 or 256
-    int32_t    group;      // m: 2, 4, 8, 16 or 32 cells a group
-    int32_t    n_cells;    // a multiple of `group`
-    int32_t    n_near;     // rows of the near pool
-    Fp4Block * far_k;      // [n_cells][n_head_kv][head_dim/64]
+    int32_t    head_dim;  // 64, 128 or 256
+    int32_t    group;     // m: 2, 4, 8, 16 or 32 cells a group
+    int32_t    n_cells;   // a multiple of `group`
+    int32_t    n_near;    // rows of the near pool
+    Fp4Block * far_k;     // [n_cells][n_head_kv][head_dim/64]
     Fp4Block * far_v;
-    uint8_t *  side;       // SideLayout for n_cells / group groups
-    uint16_t * near_k;     // f16 [n_near][n_head_kv][head_dim]
+    uint8_t *  side;    // SideLayout for n_cells / group groups
+    uint16_t * near_k;  // f16 [n_near][n_head_kv][head_dim]
     uint16_t * near_v;
 };
 
@@ -79,7 +79,7 @@ struct Threads {
     int nth;
     void (*barrier)(void * arg);  // all `nth` threads; must not be null when nth > 1
     void * barrier_arg;
-    void * scratch;               // shared by all threads, 64-byte aligned, as large as NAME_scratch() asks
+    void * scratch;  // shared by all threads, 64-byte aligned, as large as NAME_scratch() asks
     size_t scratch_bytes;
 };
 
@@ -115,19 +115,19 @@ void   kv_fold(const FoldArgs & a, const Threads & t);
 struct AttendArgs {
     LayerMemory      mem;
     CurrentRows      cur;
-    const int32_t *  cell_src;      // [n_kv]
-    int32_t          n_kv;          // <= mem.n_cells
-    const float *    q;             // f32; element (d, query i, head h) at q + i*q_stride_query + h*q_stride_head + d
+    const int32_t *  cell_src;  // [n_kv]
+    int32_t          n_kv;      // <= mem.n_cells
+    const float *    q;         // f32; element (d, query i, head h) at q + i*q_stride_query + h*q_stride_head + d
     int64_t          q_stride_query;
     int64_t          q_stride_head;
     int32_t          n_q;
-    int32_t          n_head;        // a multiple of n_head_kv; head h uses KV head h / (n_head / n_head_kv)
-    const uint16_t * mask;          // f16 0 or -inf (other values are added); [n_q][mask_stride] or null
-    int64_t          mask_stride;   // in elements
-    const float *    sinks;         // [n_head] or null
+    int32_t          n_head;       // a multiple of n_head_kv; head h uses KV head h / (n_head / n_head_kv)
+    const uint16_t * mask;         // f16 0 or -inf (other values are added); [n_q][mask_stride] or null
+    int64_t          mask_stride;  // in elements
+    const float *    sinks;        // [n_head] or null
     float            scale;
-    float            softcap;       // 0: none
-    float *          out;           // f32 [n_q][n_head][head_dim]
+    float            softcap;  // 0: none
+    float *          out;      // f32 [n_q][n_head][head_dim]
 };
 size_t kv_attend_scratch(const AttendArgs & a, int nth);
 void   kv_attend(const AttendArgs & a, const Threads & t);

@@ -14,9 +14,9 @@
 #include <stdint.h>
 
 #if defined(_WIN32) && !defined(__MINGW32__)
-#    define KVFOLD_API __declspec(dllexport)
+#define KVFOLD_API __declspec(dllexport)
 #else
-#    define KVFOLD_API __attribute__((visibility("default")))
+#define KVFOLD_API __attribute__((visibility("default")))
 #endif
 
 #ifdef __cplusplus
@@ -51,18 +51,18 @@ struct kvfold_config {
 /* What a context's cache holds. Bytes are allocated bytes, everything included. */
 struct kvfold_stats {
     struct kvfold_config config;
-    uint64_t             bytes;      /* far + side + near + swa */
-    uint64_t             f16_bytes;  /* what an f16 cache of the same context takes: K and V rows of n_ctx tokens (+ windows) */
-    uint64_t             far_bytes;  /* FP4 rows */
-    uint64_t             side_bytes; /* summaries, spreads, gains */
-    uint64_t             near_bytes; /* exact rows */
-    uint64_t             swa_bytes;  /* sliding-window layers */
-    uint32_t             n_cells;    /* physical cells: tokens that fit, plus room for partial groups */
-    uint32_t             tokens;     /* cells in use */
-    uint32_t             near_tokens;
-    uint64_t             folded_tokens; /* tokens folded since the context was made (counted again when folded again) */
-    uint64_t             folds;         /* groups folded */
-    char                 backend[64];   /* where attention runs, e.g. "CPU" or "CUDA0" */
+    uint64_t             bytes; /* far + side + near + swa */
+    uint64_t f16_bytes;  /* what an f16 cache of the same context takes: K and V rows of n_ctx tokens (+ windows) */
+    uint64_t far_bytes;  /* FP4 rows */
+    uint64_t side_bytes; /* summaries, spreads, gains */
+    uint64_t near_bytes; /* exact rows */
+    uint64_t swa_bytes;  /* sliding-window layers */
+    uint32_t n_cells;    /* physical cells: tokens that fit, plus room for partial groups */
+    uint32_t tokens;     /* cells in use */
+    uint32_t near_tokens;
+    uint64_t folded_tokens; /* tokens folded since the context was made (counted again when folded again) */
+    uint64_t folds;         /* groups folded */
+    char     backend[64];   /* where attention runs, e.g. "CPU" or "CUDA0" */
 };
 
 KVFOLD_API const char * kvfold_version(void);
