@@ -7,11 +7,12 @@
 // is cut does not depend on which thread takes which task, so results do not either.
 //
 // Cells that no query of the block sees (hidden, or -inf for all of them) are not read; their columns are zero and their
-// scores -inf.
+// scores -inf. A cell that some see and others do not is kept from the others even when it holds NaN.
 
 #include <algorithm>
 #include <atomic>
 #include <limits>
+#include <new>
 
 #include "ops/kv_ops.h"
 #include "ops/simd.h"
@@ -264,6 +265,22 @@ struct ZeroRow {
     V16 operator()(int) const { return V16{}; }
 };
 
+// False if a channel is Inf or NaN (only exact rows can be: whatever FP4 bytes hold, they decode to a number).
+template <int DIM, typename Row>
+inline bool is_finite(const Row & row) {
+    V16 sum{};
+    for (int i = 0; i < DIM / 16; ++i) {
+        sum = fma_16(row(i), V16{}, sum);
+    }
+    float lane[16];
+    store_16(lane, sum);
+    bool finite = true;
+    for (const float x : lane) {
+        finite = finite && x == 0.0f;
+    }
+    return finite;
+}
+
 // Channels 16 i .. 16 i + 15 go to `to` + i * stride.
 template <int DIM, typename Row>
 inline void write_row(const Row & row, float * to, int64_t stride) {
@@ -294,7 +311,8 @@ struct TileReader {
     int64_t      first;  // cell
     int64_t      head;
     int          group_shift;
-    int64_t      group = -1;  // whose summary is decoded
+    int64_t      group  = -1;    // whose summary is decoded
+    bool         finite = true;  // no value read so far is Inf or NaN
 
     TileReader(const Task & task, const View & v, int32_t tile, int32_t kv_head)
         : t(task), view(v), first(int64_t(tile) * kTile), head(kv_head), group_shift(0) {
@@ -330,19 +348,26 @@ struct TileReader {
                 use(c, FarKey{far_k, t.summary}, FarRow{far_v});
             } else if (src_is_current(src)) {
                 const int64_t row = src_current_row(src);
-                use(c, ExactRow<float>{a.cur.k + row * a.cur.k_stride + head * DIM},
-                    ExactRow<float>{a.cur.v + row * a.cur.v_stride + head * DIM});
+                use_exact(c, a.cur.k + row * a.cur.k_stride + head * DIM, a.cur.v + row * a.cur.v_stride + head * DIM,
+                          use);
             } else {
                 const int64_t at = (src * heads + head) * DIM;
-                use(c, ExactRow<uint16_t>{mem.near_k + at}, ExactRow<uint16_t>{mem.near_v + at});
+                use_exact(c, mem.near_k + at, mem.near_v + at, use);
             }
         }
     }
+
+    template <typename Element, typename Use>
+    void use_exact(int32_t c, const Element * key, const Element * value, const Use & use) {
+        const ExactRow<Element> row{value};
+        finite = is_finite<DIM>(row) && finite;
+        use(c, ExactRow<Element>{key}, row);
+    }
 };
 
-// Decodes the visible cells of a tile into `keys` and `values`.
+// Decodes the visible cells of a tile into `keys` and `values`. Returns whether all values are finite.
 template <int DIM>
-void load_tile(const Task & t, const View & view, int32_t tile, int32_t head) {
+bool load_tile(const Task & t, const View & view, int32_t tile, int32_t head) {
     TileReader<DIM> reader(t, view, tile, head);
     for (int32_t c0 = 0; c0 < kTile; c0 += 8) {
         reader.read(c0, 8, [&t, c0](int32_t c, const auto & key, const auto & value) {
@@ -354,14 +379,16 @@ void load_tile(const Task & t, const View & view, int32_t tile, int32_t head) {
             transpose_8x8(t.eight + d, DIM, panel + d * kPanel, kPanel);
         }
     }
+    return reader.finite;
 }
 
 // With up to this many rows a key is used while it is in registers: writing and transposing it would not pay.
 constexpr int kDirectRows = 4;
 
-// Scores of ROWS rows straight from the rows of a tile; the values go to `values` as usual.
+// Scores of ROWS rows straight from the rows of a tile; the values go to `values` as usual. Returns whether those are
+// all finite.
 template <int DIM, int ROWS>
-void score_directly(const Task & t, const View & view, int32_t tile, int32_t head, const float * q) {
+bool score_directly(const Task & t, const View & view, int32_t tile, int32_t head, const float * q) {
     TileReader<DIM> reader(t, view, tile, head);
     for (int32_t c0 = 0; c0 < kTile; c0 += 4) {
         V16 part[ROWS][4];
@@ -383,10 +410,11 @@ void score_directly(const Task & t, const View & view, int32_t tile, int32_t hea
             sum_4x16(part[r], t.score + r * kTile + c0);
         }
     }
+    return reader.finite;
 }
 
 template <int DIM>
-void score_directly(int32_t rows, const Task & t, const View & view, int32_t tile, int32_t head, const float * q) {
+bool score_directly(int32_t rows, const Task & t, const View & view, int32_t tile, int32_t head, const float * q) {
     switch (rows) {
     case 1:
         return score_directly<DIM, 1>(t, view, tile, head, q);
@@ -465,6 +493,29 @@ void mask_row(const Task & t, const View & view, int32_t tile, int32_t query, fl
     }
 }
 
+// P*V for a tile that holds Inf or NaN: a cell that a row does not see (weight 0) is left out instead of multiplied by 0,
+// so that one sequence's broken numbers stay its own.
+template <int DIM>
+void weigh_visible(const Task & t, int32_t rows, float * out, const float * rescale) {
+    for (int32_t r = 0; r < rows; ++r) {
+        const float * weight = t.score + r * kTile;
+        for (int32_t d = 0; d < DIM; d += kPanel) {
+            float *       to    = out + int64_t(r) * DIM + d;
+            const float * value = t.values + d / kPanel * panel_floats(kTile);
+            for (int32_t i = 0; i < kPanel; ++i) {
+                to[i] *= rescale[r];
+            }
+            for (int32_t c = 0; c < kTile; ++c) {
+                if (weight[c] != 0.0f) {
+                    for (int32_t i = 0; i < kPanel; ++i) {
+                        to[i] += weight[c] * value[c * kPanel + i];
+                    }
+                }
+            }
+        }
+    }
+}
+
 // One KV head of a tile: row 0 is the task's row `base`.
 template <int DIM>
 void attend_head(const Task & t, const View & view, int32_t tile, int32_t h) {
@@ -475,11 +526,8 @@ void attend_head(const Task & t, const View & view, int32_t tile, int32_t h) {
     float *       out     = t.out + int64_t(base) * DIM;
     float *       rescale = t.rescale + base;
     const bool    direct  = rows <= kDirectRows;
-    if (direct) {
-        score_directly<DIM>(rows, t, view, tile, head, q);
-    } else {
-        load_tile<DIM>(t, view, tile, head);
-    }
+    const bool    finite =
+        direct ? score_directly<DIM>(rows, t, view, tile, head, q) : load_tile<DIM>(t, view, tile, head);
 
     float   bias[kTile];
     int32_t bias_query = -1;
@@ -500,6 +548,10 @@ void attend_head(const Task & t, const View & view, int32_t tile, int32_t h) {
             }
             soften(t.score + r * kTile, row_bias, t.a.softcap, t.maximum[base + r], t.sum[base + r], rescale[r]);
         }
+    }
+    if (!finite && !view.all) {
+        weigh_visible<DIM>(t, rows, out, rescale);
+        return;
     }
     for (int32_t r0 = 0; r0 < rows; r0 += kStrip) {
         const int32_t n = std::min(kStrip, rows - r0);
