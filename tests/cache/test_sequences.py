@@ -342,6 +342,45 @@ def test_edits_do_not_leak_cells(open_context, fresh, config: str) -> None:
 
 
 @pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("shared", [1, 33, 62])
+def test_the_whole_context_fits_after_branching(open_context, config: str, shared: int) -> None:
+    """A shared prefix and eight branches with n_ctx tokens in all."""
+    context = open_context(config, n_seq=8, n_ctx=256, n_ubatch=32)
+    context.feed(text(0, shared), chunk=32)
+    for seq in range(1, 8):
+        context.seq_cp(0, seq)
+    room = 256 - shared
+    lengths = [room // 8 + (1 if seq < room % 8 else 0) for seq in range(8)]
+    for first in range(0, max(lengths), 3):
+        for seq, n in enumerate(lengths):
+            part = text(seq, n)[first : first + 3]
+            if part:
+                context.feed(part, seq=seq, chunk=3)
+    assert [context.pos_max(seq) + 1 - shared for seq in range(8)] == lengths
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_branches_do_not_leak(open_context, fresh, config: str) -> None:
+    """200 branches off one prefix, each fed and dropped: cells and exact rows come back, the trunk is unharmed."""
+    rng = np.random.default_rng(1)
+    context = open_context(config, n_seq=2, n_ctx=512)
+    tokens = text(0, 300)
+    context.feed(tokens[:101], chunk=16)
+    for index in range(200):
+        context.seq_cp(0, 1)
+        context.feed(text(index, int(rng.integers(1, 60))), seq=1, chunk=32)
+        assert context.seq_rm(1)
+    if config != "f16":
+        assert context.stats()["tokens"] == 101
+    got = context.feed(tokens[101:], chunk=8)
+    if config != "f16":
+        s = context.stats()
+        assert s["near_tokens"] <= s["tail"] + s["group"] - 1 + s["sinks"]
+    reference = fresh("f16")[101:]
+    assert kld(reference, got) <= 1.2 * allowed(kld(reference, fresh("q4_0", chunk=1)[101:]))
+
+
+@pytest.mark.parametrize("config", CONFIGS)
 def test_holes_are_filled_again(open_context, config: str) -> None:
     """A fragmented cache (every third token removed) takes as many new tokens as it has free cells."""
     context = open_context(config, n_seq=1, n_ctx=256, n_ubatch=32)
