@@ -192,6 +192,12 @@ class Context:
     def seq_keep(self, seq: int) -> None:
         lc.llama_memory_seq_keep(self.memory, seq)
 
+    def seq_add(self, seq: int, p0: int, p1: int, delta: int) -> None:
+        lc.llama_memory_seq_add(self.memory, seq, p0, p1, delta)
+
+    def seq_div(self, seq: int, p0: int, p1: int, divisor: int) -> None:
+        lc.llama_memory_seq_div(self.memory, seq, p0, p1, divisor)
+
     def clear(self, data: bool = True) -> None:
         lc.llama_memory_clear(self.memory, data)
 

@@ -90,6 +90,17 @@ def test_contexts_do_not_leak(open_context, config: str) -> None:
 
 
 @pytest.mark.parametrize("config", FOLDED)
+@pytest.mark.parametrize("n_ctx", [2048, 32768])
+def test_compute_buffer(open_context, config: str, n_ctx: int) -> None:
+    """No scratch that grows with the cache: the compute buffer is f16's, give or take the plan (256 KiB)."""
+    sizes = {}
+    for each in ("f16", f"default-{config}"):
+        open_context(each, n_ctx=n_ctx, n_ubatch=256)
+        sizes[each] = float(re.findall(r"CPU compute buffer size = +([\d.]+) MiB", take_log())[-1])
+    assert sizes[f"default-{config}"] <= sizes["f16"] + 0.25
+
+
+@pytest.mark.parametrize("config", FOLDED)
 def test_start_up_line(open_context, config: str) -> None:
     """One line says what was allocated and where attention runs."""
     open_context(config)

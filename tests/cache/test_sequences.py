@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from contract import CONFIGS, FOLDED, allowed, text
-from harness import Context, kld
+from harness import Context, kld, take_log
 from oracle.cells import Cells
 
 Step = Callable[[Context], np.ndarray | None]
@@ -406,5 +406,15 @@ def test_holes_do_not_harm(open_context, config: str) -> None:
 
 @pytest.mark.parametrize("config", FOLDED)
 def test_context_shift_is_refused(open_context, config: str) -> None:
-    """Contract 4: keys that are coded as differences cannot be rotated in place."""
-    assert not open_context(config).can_shift()
+    """Contract 4: keys that are coded as differences cannot be rotated in place; trying says so and changes nothing."""
+    context, plain = open_context(config), open_context(config)
+    assert not context.can_shift()
+    for each in (context, plain):
+        each.feed(text(0, 100), chunk=9)
+    take_log()
+    context.seq_add(0, 50, 100, 5)
+    assert "shift" in take_log()
+    context.seq_div(0, 50, 100, 2)
+    assert "shift" in take_log()
+    assert context.pos_max() == 99
+    assert np.array_equal(*(each.feed(text(1, 40), chunk=1) for each in (context, plain)))
