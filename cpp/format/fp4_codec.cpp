@@ -44,9 +44,7 @@ __m256i e2m1_index_8(__m256 y) {
     return _mm256_sub_epi32(_mm256_setzero_si256(), n);
 }
 
-__m256 magnitudes() {
-    return _mm256_setr_ps(0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f);
-}
+__m256 magnitudes() { return _mm256_setr_ps(0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f); }
 
 float error_16(__m256 d_lo, __m256 d_hi) {
     const __m256 a = _mm256_fmadd_ps(d_hi, d_hi, _mm256_mul_ps(d_lo, d_lo));
