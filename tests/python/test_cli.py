@@ -93,9 +93,7 @@ def test_damaged_models_are_one_line(environment: dict[str, str], tiny_folder: P
 
 
 def test_run_answers_one_question(environment: dict[str, str]) -> None:
-    result = run(
-        environment, "run", "smollm2", "-p", "What is the capital of France?", "--temperature", "0", "-n", "24"
-    )
+    result = run(environment, "run", "smollm2", "-p", QUESTION, "--temperature", "0", "-n", "24")
     assert result.returncode == 0, result.stderr
     assert "7" in result.stdout
     assert "kv fp4_csa2:" in result.stderr
