@@ -1,6 +1,13 @@
-"""The compiled module: configuration scope, statistics of a context, and build information."""
+"""The compiled module: configuration scope, statistics of a context, codecs, operations, and build information."""
 
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+SRC_HIDDEN: int
+SRC_FAR: int
+SRC_CURRENT_BASE: int
 
 def version() -> str:
     """Version of the compiled runtime."""
@@ -17,12 +24,76 @@ def scope_push(settings: dict[str, Any]) -> None:
 def scope_pop() -> None:
     """Undo this thread's last ``scope_push``."""
 
+def check_config(settings: dict[str, Any]) -> None:
+    """Raises ``ValueError`` for settings that ``scope_push`` would refuse."""
+
 def last_error() -> str:
-    """This thread's last error message of the kvfold runtime, an empty string if there was none; reading clears it."""
+    """Why the last kvfold call on this thread failed, an empty string if none did."""
 
 def context_stats(ctx: int) -> dict[str, Any] | None:
     """What the cache of the ``llama_context`` at this address holds; ``None`` if it is not a kvfold cache.
 
-    Keys: ``kv_type``, ``group``, ``tail``, ``sinks``, ``bytes``, ``f16_bytes``, ``near_bytes``, ``far_bytes``,
+    Keys: ``kv_type``, ``group``, ``tail``, ``sinks``, ``swa_type``, ``bytes``, ``f16_bytes``, ``near_bytes``, ``far_bytes``,
     ``side_bytes``, ``swa_bytes``, ``n_cells``, ``tokens``, ``near_tokens``, ``folded_tokens``, ``folds``, ``backend``.
     """
+
+def fp4_encode(x: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
+    """FP4 rows of f32 rows; the last axis is a multiple of 64 channels."""
+
+def fp4_decode(data: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
+    """The f32 rows that FP4 rows stand for."""
+
+def fp4_scales() -> npt.NDArray[np.float32]:
+    """The value of every scale byte."""
+
+def fp4_values() -> npt.NDArray[np.float32]:
+    """The value of every 4-bit code."""
+
+def side_bytes(n_head_kv: int, head_dim: int, n_groups: int) -> int:
+    """Size of one layer's summaries and spreads."""
+
+def kv_store(
+    near_k: npt.NDArray[Any],
+    near_v: npt.NDArray[Any],
+    cur_k: npt.NDArray[Any],
+    cur_v: npt.NDArray[Any],
+    dst: npt.NDArray[Any],
+    *,
+    n_threads: int = 1,
+) -> None:
+    """The operation ``kv_store`` on arrays, in place."""
+
+def kv_fold(
+    far_k: npt.NDArray[Any],
+    far_v: npt.NDArray[Any],
+    side: npt.NDArray[Any],
+    near_k: npt.NDArray[Any],
+    near_v: npt.NDArray[Any],
+    cur_k: npt.NDArray[Any],
+    cur_v: npt.NDArray[Any],
+    plan: npt.NDArray[Any],
+    *,
+    group: int,
+    n_threads: int = 1,
+) -> None:
+    """The operation ``kv_fold`` on arrays, in place."""
+
+def kv_attend(
+    far_k: npt.NDArray[Any],
+    far_v: npt.NDArray[Any],
+    side: npt.NDArray[Any],
+    near_k: npt.NDArray[Any],
+    near_v: npt.NDArray[Any],
+    cur_k: npt.NDArray[Any],
+    cur_v: npt.NDArray[Any],
+    cell_src: npt.NDArray[Any],
+    q: npt.NDArray[Any],
+    mask: npt.NDArray[Any] | None = None,
+    sinks: npt.NDArray[Any] | None = None,
+    *,
+    group: int,
+    scale: float,
+    softcap: float = 0.0,
+    n_threads: int = 1,
+) -> npt.NDArray[np.float32]:
+    """The operation ``kv_attend`` on arrays."""
