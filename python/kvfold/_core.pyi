@@ -34,7 +34,8 @@ def context_stats(ctx: int) -> dict[str, Any] | None:
     """What the cache of the ``llama_context`` at this address holds; ``None`` if it is not a kvfold cache.
 
     Keys: ``kv_type``, ``group``, ``tail``, ``sinks``, ``swa_type``, ``bytes``, ``f16_bytes``, ``near_bytes``,
-    ``far_bytes``, ``side_bytes``, ``swa_bytes``, ``n_cells``, ``tokens``, ``near_tokens``, ``folded_tokens``, ``folds``, ``backend``.
+    ``far_bytes``, ``side_bytes``, ``swa_bytes``, ``n_cells``, ``tokens``, ``near_tokens``,
+    ``folded_tokens``, ``folds``, ``backend``.
     """
 
 def fp4_encode(x: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
