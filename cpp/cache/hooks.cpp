@@ -1,6 +1,7 @@
 #include "cache/hooks.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <map>
 #include <stdexcept>
@@ -230,7 +231,7 @@ uint64_t bytes_of(const llama_kv_cache & kv) {
 bool kvfold_access::stats(const llama_context & ctx, kvfold_stats & out) {
     const Found found = find_caches(ctx.get_memory());
     if (found.base == nullptr || !found.base->kvfold) {
-        return kvfold::fail("this context has no kvfold cache");
+        return false;
     }
     const kvfold_cache &   cache = *found.base->kvfold;
     const llama_kv_cells & cells = found.base->v_cells[0];
@@ -268,15 +269,31 @@ bool kvfold_access::stats(const llama_context & ctx, kvfold_stats & out) {
     return true;
 }
 
+namespace {
+
+std::atomic<kvfold_announcer> g_announcer{nullptr};
+
+}  // namespace
+
+void kvfold_set_announcer(kvfold_announcer announcer) { g_announcer = announcer; }
+
 void kvfold_access::announce(const llama_context & ctx) {
     kvfold_stats s;
-    if (!stats(ctx, s)) {
-        return;
+    if (ctx.get_model().hparams.no_alloc || !stats(ctx, s)) {
+        return;  // a dry run allocates nothing worth a line
     }
-    const double mib = 1024.0 * 1024.0;
-    LLAMA_LOG_INFO("kv %s: %.1f MiB, f16 would be %.1f (%.1f %%); near %.1f MiB; attention on %s\n",
-                   kvfold::type_name(s.config.type), double(s.bytes) / mib, double(s.f16_bytes) / mib,
-                   100.0 * double(s.bytes) / double(s.f16_bytes), double(s.near_bytes) / mib, s.backend);
+    const double      mib = 1024.0 * 1024.0;
+    const std::string line =
+        kvfold::message("kv %s: %.1f MiB, f16 would be %.1f (%.1f %%); near %.1f MiB; attention on %s",
+                        kvfold::type_name(s.config.type), double(s.bytes) / mib, double(s.f16_bytes) / mib,
+                        100.0 * double(s.bytes) / double(s.f16_bytes), double(s.near_bytes) / mib, s.backend);
+    if (kvfold_announcer announcer = g_announcer) {
+        announcer(line.c_str());
+    } else {
+        LLAMA_LOG_INFO("%s\n", line.c_str());
+    }
 }
 
-bool kvfold_get_stats(const llama_context * ctx, kvfold_stats * stats) { return kvfold_access::stats(*ctx, *stats); }
+bool kvfold_get_stats(const llama_context * ctx, kvfold_stats * stats) {
+    return kvfold_access::stats(*ctx, *stats) || kvfold::fail("this context has no kvfold cache");
+}

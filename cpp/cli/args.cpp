@@ -4,6 +4,8 @@
 #include <string>
 
 #include "cli/settings.h"
+#include "kvfold/kvfold.h"
+#include "log.h"
 
 namespace {
 
@@ -29,6 +31,7 @@ void kvfold_add_args(std::vector<common_arg> & options) {
                        " (default: f16)\nfp4: FP4 rows, dense; fp4_csa2: the same with a summary every 4 tokens",
                    "LLAMA_ARG_KV_TYPE", [](common_params & params, const std::string & value) {
                        kvfold::set_kv_type(value, params.cache_type_k, params.cache_type_v);
+                       kvfold_set_announcer([](const char * line) { LOG_INF("%s\n", line); });
                    }));
         options.push_back(
             option("--kv-group", "N",

@@ -5,6 +5,7 @@
 #include <stdexcept>
 
 #include "cli/settings.h"
+#include "kvfold/kvfold.h"
 
 bool kvfold_bench_arg(int argc, char ** argv, int & i, std::vector<ggml_type> & types_k,
                       std::vector<ggml_type> & types_v, bool & invalid) {
