@@ -164,6 +164,17 @@ def _qwen2(m: _Model) -> None:
         m.feed_forward(i)
 
 
+def _qwen2vl(m: _Model) -> None:
+    """Qwen2-VL's text half: all patches of an image have the same (temporal) position."""
+    m.heads()
+    m.writer.add_rope_dimension_sections([8, 12, 12, 0])
+    m.embedding()
+    for i in range(m.shape.n_layer):
+        m.attention(i, bias=True)
+        m.vector(f"blk.{i}.attn_k.bias", m.shape.n_head_kv * m.shape.head_dim)
+        m.feed_forward(i)
+
+
 def _qwen3(m: _Model) -> None:
     m.heads()
     m.embedding()
@@ -288,6 +299,7 @@ def _deepseek2(m: _Model) -> None:
 _BUILDERS: dict[str, Callable[[_Model], None]] = {
     "llama": _llama,
     "qwen2": _qwen2,
+    "qwen2vl": _qwen2vl,
     "qwen3": _qwen3,
     "gemma2": _gemma,
     "gemma3": _gemma,
@@ -314,6 +326,7 @@ GOOD: dict[str, Shape] = {
     "qwen2-bias30": Shape(arch="qwen2", seed=8, extra={"qk_gain": 0.8, "key_bias": 30.0}),
     "qwen2-bias300": Shape(arch="qwen2", seed=8, extra={"qk_gain": 0.8, "key_bias": 300.0}),
     "qwen2-bias300-fast": Shape(arch="qwen2", seed=8, extra={"qk_gain": 0.8, "key_bias": 300.0, "fast": 1}),
+    "qwen2vl-64": Shape(arch="qwen2vl", seed=17),
     "qwen3-128-gqa4": Shape(arch="qwen3", head_dim=128, n_head=4, n_head_kv=1, seed=9),
     "gemma3-256-iswa": Shape(arch="gemma3", head_dim=256, n_head=4, n_head_kv=1, n_layer=4, seed=10),
     "gemma2-64-softcap": Shape(arch="gemma2", n_head=4, n_head_kv=2, n_layer=4, seed=11),

@@ -162,6 +162,31 @@ class Context:
             parts.append(self.decode([(t, pos + first + i, (seq,)) for i, t in enumerate(part)]))
         return np.concatenate(parts)
 
+    def feed_image(self, embeddings: np.ndarray, pos: int, width: int, seq: int = 0) -> np.ndarray:
+        """Decode the patches of an image ``[n, n_embd]`` at ``pos`` (models with M-RoPE): logits ``[n, n_vocab]``.
+
+        As llama.cpp's multimodal code does: one temporal position for all patches, row and column beside it.
+        """
+        n, n_embd = embeddings.shape
+        batch = lc.llama_batch_init(n, n_embd, 1)
+        given = ctypes.cast(batch.pos, ctypes.c_void_p).value  # the field itself would follow the assignment below
+        places = [[pos] * n, [pos + i // width for i in range(n)], [pos + i % width for i in range(n)], [0] * n]
+        flat = [p for axis in places for p in axis]
+        batch.pos = (lc.llama_pos * len(flat))(*flat)
+        ctypes.memmove(batch.embd, np.ascontiguousarray(embeddings, np.float32).ctypes.data, 4 * n * n_embd)
+        for i in range(n):
+            batch.n_seq_id[i] = 1
+            batch.seq_id[i][0] = seq
+            batch.logits[i] = 1
+        batch.n_tokens = n
+        code = lc.llama_decode(self.handle, batch)
+        batch.pos = ctypes.cast(given, ctypes.POINTER(lc.llama_pos))
+        lc.llama_batch_free(batch)
+        if code != 0:
+            raise HarnessError(f"decode of {n} patches returned {code}: {last_error()} {take_log()}")
+        logits = lc.llama_get_logits(self.handle)
+        return np.ctypeslib.as_array(logits, shape=(n * self.n_vocab,)).reshape(n, self.n_vocab).copy()
+
     def abort_after(self, n_calls: int | None) -> None:
         """Abort graphs: the callback, asked after every node, says so from call ``n_calls`` on. None: never."""
         left = [n_calls]
