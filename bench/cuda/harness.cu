@@ -5,7 +5,7 @@
 //   quick    the same over few shapes, for compute-sanitizer
 //   time     decode, fold, prefill over depths; the far rows of a layer are random, layers rotate so that caches do not help
 //            (time-decode, time-fold, time-prefill: one of them)
-//   profile  a few decode launches at 64K for a profiler
+//   profile  a few decode launches at 64K for a profiler; profile-short: at 256
 // Exit status 1 when a check failed.
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
@@ -877,8 +877,8 @@ int main(int argc, char ** argv) {
             if (wanted("prefill")) {
                 time_prefill(device);
             }
-        } else if (what == "profile") {
-            time_attend({"llama-8b", 4, 8, 32, 128}, 4, 65536, 1, false, device, 4e12);
+        } else if (what == "profile" || what == "profile-short") {
+            time_attend({"llama-8b", 4, 8, 32, 128}, 4, what == "profile" ? 65536 : 256, 1, false, device, 4e12);
         } else {
             std::printf("unknown: %s\n", what.c_str());
             return 2;

@@ -55,8 +55,12 @@ for step in "${steps[@]}"; do
             done
             ;;
         profile)
-            timeout 200 ncu --set full --clock-control none -k regex:attend_decode -s 3 -c 1 "$first" profile >"$out/ncu.txt" 2>&1 || true
-            grep -E "Duration|Throughput|IPC|Occupancy|Registers|Hit Rate|Stall|stall" "$out/ncu.txt" | head -40 || true
+            for what in profile profile-short; do
+                timeout 100 ncu --set full --clock-control none -k regex:attend_decode -s 3 -c 1 -f -o "$out/$what" "$first" "$what" >"$out/ncu.log" 2>&1 || true
+                ncu -i "$out/$what.ncu-rep" --page details >"$out/$what.txt" 2>&1 || true
+                ncu -i "$out/$what.ncu-rep" --page source --csv >"$out/$what.csv" 2>&1 || true
+                grep -E "Duration|Throughput|Executed Ipc|Occupancy|Registers Per|Hit Rate|Cycles Per Issued|Eligible" "$out/$what.txt" | head -30 || true
+            done
             ;;
         *)
             echo "unknown step $step" >&2

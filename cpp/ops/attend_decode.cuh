@@ -6,11 +6,12 @@
 // (query, head of the group) in its 8-column dimension, because there are few columns. Score tiles become the B operand of the
 // value product by an 8x8 transpose.
 //
-// A tile without near or current rows takes the fast path: its summaries are an extra score tile whose rows are handed to the
-// keys of their groups by shuffles, and the words of the next tile are on their way while this one is worked on, keys from
-// the moment their registers are free, values likewise. The few other tiles come last and load every row for themselves.
+// First come the far rows of a warp's tiles. Summaries are an extra score tile whose rows are handed to the keys of their groups
+// by shuffles. Rows are copied to shared memory ahead of time: the keys of the next tile as soon as those of this one are
+// done with, the values likewise. Then the warps of a block share its near and current rows, 16 cells at a time.
 #pragma once
 
+#include "ops/attend_merge.cuh"
 #include "ops/attend_params.cuh"
 #include "ops/decode_rows.cuh"
 
@@ -35,11 +36,19 @@ struct DecodeShape {
     static constexpr int columns     = 8 * NB;
     static constexpr int warps       = decode_warps(D, NB);
     static constexpr int threads     = 32 * warps;
+    // are there registers to load keys and values of near rows together?
+    static constexpr bool early_values = warps <= 12;
     static constexpr int q_stride    = D + 8;   // halves of a query in shared memory; the padding spreads queries over banks
     static constexpr int acc_stride  = 64 + 4;  // floats of a column in shared memory, likewise
-    static constexpr int q_bytes     = columns * q_stride * 2;
-    static constexpr int merge_bytes = warps * 8 * acc_stride * 4;
-    static constexpr int shared      = q_bytes > merge_bytes ? q_bytes : merge_bytes;
+    static constexpr int  q_words     = columns * q_stride / 2;
+    static constexpr int  far_stride  = FarRows<D>::stride;
+
+    // Dynamic shared memory, words: the queries, then each warp's tile (keys, values, summaries), or what merging needs.
+    static constexpr int tile_words(int group) { return (2 * kDecodeTile + kDecodeTile / group) * far_stride; }
+    static constexpr int merge_words = warps * 8 * acc_stride;
+    static constexpr int shared_bytes(int group) {
+        return 4 * (q_words + (warps * tile_words(group) > merge_words ? warps * tile_words(group) : merge_words));
+    }
 };
 
 // --- softmax ---------------------------------------------------------------------------------------------------------
@@ -121,9 +130,9 @@ __device__ __forceinline__ CellRequest request_cell(const AttendParams & p, int 
 
 // What the queries of a block say about the cells of a tile; cell `lane` of it belongs to this lane.
 struct TileSight {
-    int      src;     // kSrcHidden also for a cell that no query sees
-    uint32_t hidden;  // bit of each such cell
-    bool     plain;   // every cell is seen by every query, with nothing added to its scores
+    int      src;         // kSrcHidden also for a cell that no query sees
+    uint32_t far, exact;  // bit of each cell whose row is far, and near or current
+    bool     plain;       // every cell is far and seen by every query, with nothing added to its scores
 };
 
 __device__ __forceinline__ TileSight tile_sight(const AttendParams & p, const CellRequest & c, int cell, int query0,
@@ -141,8 +150,9 @@ __device__ __forceinline__ TileSight tile_sight(const AttendParams & p, const Ce
         }
         s.src = seen ? s.src : kSrcHidden;
     }
-    s.hidden = __ballot_sync(~0u, s.src == kSrcHidden);
-    s.plain  = __all_sync(~0u, plain);
+    s.far   = __ballot_sync(~0u, s.src == kSrcFar);
+    s.exact = __ballot_sync(~0u, s.src != kSrcFar && s.src != kSrcHidden);
+    s.plain = __all_sync(~0u, plain && s.src == kSrcFar);
     return s;
 }
 
@@ -158,83 +168,50 @@ __device__ __forceinline__ float mask_score(const AttendParams & p, float score,
     return m == -INFINITY ? m : score + m * kLog2E;
 }
 
-// --- tiles of mixed rows ---------------------------------------------------------------------------------------------
+// --- near and current rows -------------------------------------------------------------------------------------------
 
-// 16 cells of any kind from `cell0` on. `src` is the source of cell (cell0 & ~31) + lane, hidden beyond the end.
+// Those of the 16 cells from `cell0` on. `src` is the source of cell (cell0 & ~31) + lane.
 template <int D, int NB>
-__device__ __forceinline__ void attend_mixed(const AttendParams & p, int head, int cell0, int src, int column0,
+__device__ __forceinline__ void attend_exact(const AttendParams & p, int head, int cell0, int src, int column0,
                                              const uint32_t (&q)[NB][D / 32][4], Softmax<NB> & sm,
                                              float (&o)[NB][D / 16][4]) {
     using S          = DecodeShape<D, NB>;
     constexpr int KW = S::key_words, VW = S::value_words;
     const int     lane = threadIdx.x & 31, t = lane & 3, r = lane >> 2, first = cell0 & 16;
-    const bool    any_far   = __ballot_sync(~0u, src == kSrcFar) >> first & 0xFFFFu;
-    const bool    any_exact = __ballot_sync(~0u, src != kSrcFar && src != kSrcHidden) >> first & 0xFFFFu;
-    if (!any_far && !any_exact) {
+    const bool    exact = src != kSrcFar && src != kSrcHidden;
+    if (!(__ballot_sync(~0u, exact) >> first & 0xFFFFu)) {
         return;
     }
-    const int row1 = p.n_head_kv * S::row_words, in_row = head * S::row_words;
-
-    float s[NB][4] = {};
-    int   key_src[2];
+    Octet key[2][KW], value[4][VW];
+    bool  none[2];
 #pragma unroll
     for (int u = 0; u < 2; ++u) {
-        key_src[u] = __shfl_sync(~0u, src, first + r + 8 * u);
+        const int x = __shfl_sync(~0u, src, first + r + 8 * u);
+        none[u]     = x == kSrcFar || x == kSrcHidden;
+        load_exact<D, KW>(key[u], {p.near_k, p.cur_k, p.cur_k_stride, p.n_head_kv, head}, x, t * KW, t & 1);
     }
-    {
-        Octet exact[2][KW];
-        if (any_exact) {
-            const ExactRows rows{p.near_k, p.cur_k, p.cur_k_stride, p.n_head_kv, head};
-            load_exact<D, KW>(exact[0], rows, key_src[0], t * KW);
-            load_exact<D, KW>(exact[1], rows, key_src[1], t * KW);
-        }
-        if (any_far) {
-            const RowPlace<KW> place(t);
-            RowWords<KW>       key[2], sum[2];
+    auto load_values = [&]() {
 #pragma unroll
-            for (int u = 0; u < 2; ++u) {
-                const int  cell = cell0 + r + 8 * u;
-                const bool far  = key_src[u] == kSrcFar;
-                key[u] = load_row_if(far, p.far_k + size_t(cell) * row1 + in_row + place.scales, place);
-                sum[u] = load_row_if(
-                    far, p.summary + size_t(cell >> p.group_shift) * row1 + in_row + place.scales, place);
-            }
-            key_scores<KW, NB, true>(s, sum[0], sum[1], place, q);
-            key_scores<KW, NB, true>(s, key[0], key[1], place, q);
+        for (int u = 0; u < 4; ++u) {  // keys 2t, 2t+1, 2t+8, 2t+9
+            const int x = __shfl_sync(~0u, src, first + 2 * t + (u & 1) + 8 * (u >> 1));
+            load_exact<D, VW>(value[u], {p.near_v, p.cur_v, p.cur_v_stride, p.n_head_kv, head}, x, r * VW, false);
         }
-        if (any_exact) {
-            exact_key_scores<KW, NB>(s, exact[0], exact[1], q);
-        }
+    };
+    if constexpr (S::early_values) {
+        load_values();
     }
-
-    int          value_src[4];
-    RowWords<VW> value[4];
-    Octet        exact[4][VW];
-    const RowPlace<VW> place(r);
-#pragma unroll
-    for (int u = 0; u < 4; ++u) {  // keys 2t, 2t+1, 2t+8, 2t+9
-        const int in_half = 2 * t + (u & 1) + 8 * (u >> 1);
-        value_src[u]      = __shfl_sync(~0u, src, first + in_half);
-        if (any_far) {
-            value[u] = load_row_if(value_src[u] == kSrcFar,
-                                   p.far_v + size_t(cell0 + in_half) * row1 + in_row + place.scales, place);
-        }
+    float s[NB][4] = {};
+    exact_key_scores<KW, NB>(s, key[0], key[1], q);
+    if constexpr (!S::early_values) {
+        load_values();
     }
-    if (any_exact) {
-        const ExactRows rows{p.near_v, p.cur_v, p.cur_v_stride, p.n_head_kv, head};
-#pragma unroll
-        for (int u = 0; u < 4; ++u) {
-            load_exact<D, VW>(exact[u], rows, value_src[u], r * VW);
-        }
-    }
-
     finish_scores(p, p.score_scale * kFp4Inverse, s);
     float top[NB][2];
 #pragma unroll
     for (int nb = 0; nb < NB; ++nb) {
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
-            s[nb][c] = mask_score(p, s[nb][c], cell0 + r + 8 * (c >> 1), key_src[c >> 1] == kSrcHidden,
+            s[nb][c] = mask_score(p, s[nb][c], cell0 + r + 8 * (c >> 1), none[c >> 1],
                                   column0 + 8 * nb + 2 * t + (c & 1));
         }
         top[nb][0] = fmaxf(s[nb][0], s[nb][2]);
@@ -243,12 +220,7 @@ __device__ __forceinline__ void attend_mixed(const AttendParams & p, int head, i
     raise_max<NB, 4 * VW>(sm, o, top);
     uint32_t b[NB][2];
     weigh<NB>(sm, s, b);
-    if (any_far) {
-        add_values<VW, NB>(o, value, place, b);
-    }
-    if (any_exact) {
-        add_exact_values<VW, NB>(o, exact, b);
-    }
+    add_exact_values<VW, NB>(o, value, b);
 }
 
 // --- the kernel ------------------------------------------------------------------------------------------------------
@@ -258,8 +230,9 @@ template <int D, int NB>
 __global__ void __launch_bounds__(DecodeShape<D, NB>::threads, 1) attend_decode(const __grid_constant__ AttendParams p) {
     using S          = DecodeShape<D, NB>;
     constexpr int KW = S::key_words, VW = S::value_words, MT = 4 * VW;
-    __shared__ __align__(16) uint8_t shared[S::shared];
-    __shared__ float2                shared_ml[S::warps][8];
+    extern __shared__ __align__(16) uint32_t shared[];
+    __shared__ float2                        shared_ml[S::warps][8];
+    __shared__ uint64_t                      exact_rounds[S::warps];
 
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, t = lane & 3, r = lane >> 2;
     const int head = blockIdx.x, column0 = blockIdx.z * S::columns;
@@ -268,46 +241,48 @@ __global__ void __launch_bounds__(DecodeShape<D, NB>::threads, 1) attend_decode(
 
     // Tiles are dealt out from the last, where near and current rows are, to the first. After the first round the order of
     // the warps is reversed, so that those with these slow tiles are not the ones which get one more.
-    const int n_tiles = (p.n_kv + kDecodeTile - 1) / kDecodeTile, n_whole = p.n_kv / kDecodeTile;
-    const int step = p.n_split * S::warps, me = blockIdx.y * S::warps + warp;
-
-    const RowPlace<KW> key_place(t);
-    const RowPlace<VW> value_place(r);
-    const int          row1 = p.n_head_kv * S::row_words, row8 = 8 * row1;  // words
-    const int          tile_words = kDecodeTile * row1, tile_sums = tile_words >> p.group_shift;
-    const uint32_t *   key_base   = p.far_k + r * row1 + head * S::row_words + key_place.scales;
-    const uint32_t *   value_base = p.far_v + 2 * t * row1 + head * S::row_words + value_place.scales;
-    const uint32_t *   sum_base   = p.summary + min(r, (kDecodeTile >> p.group_shift) - 1) * row1 + head * S::row_words +
-                                    key_place.scales;
-
-    RowWords<KW> key[4], sum[2];
-    RowWords<VW> value[2][4];
-    auto         request_keys = [&](int tile) {
-        const uint32_t * at_sum = sum_base + int64_t(tile) * tile_sums, *at = key_base + int64_t(tile) * tile_words;
-        sum[0] = load_row<KW>(at_sum, key_place);
-        if (p.group_shift == 1) {
-            sum[1] = load_row<KW>(at_sum + row8, key_place);
-        }
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            key[i] = load_row<KW>(at + i * row8, key_place);
-        }
-    };
-    auto request_values = [&](int tile) {  // keys 2t, 2t+1, 2t+8, 2t+9 of each 16
-        const uint32_t * at = value_base + int64_t(tile) * tile_words;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            value[i / 2][i % 2 * 2]     = load_row<VW>(at + i * row8, value_place);
-            value[i / 2][i % 2 * 2 + 1] = load_row<VW>(at + i * row8 + row1, value_place);
-        }
+    const int n_tiles = (p.n_kv + kDecodeTile - 1) / kDecodeTile;
+    const int step = p.n_split * S::warps;
+    auto      tile_of = [&](int w, int round) {
+        const int me = w * p.n_split + int(blockIdx.y);
+        return n_tiles - 1 - (round == 0 ? me : round * step + step - 1 - me);
     };
 
-    int         tile = n_tiles - 1 - me, after = tile - (2 * (step - me) - 1);
+    // The warp's tile in shared memory, and how it gets there. The keys and summaries of a tile are one commit, its values
+    // another; keys are requested before values, so there is always one younger commit than the one waited for.
+    const int          row1 = p.n_head_kv * S::row_words, in_row = head * S::row_words;  // words
+    const int          n_sums = kDecodeTile >> p.group_shift;
+    uint32_t * const   keys   = shared + S::q_words + warp * (2 * kDecodeTile + n_sums) * S::far_stride;
+    uint32_t * const   values = keys + kDecodeTile * S::far_stride, *const sums = values + kDecodeTile * S::far_stride;
+    const FarCopy<D>   copy(lane);
+    const RowPlace<KW> key_place(t, t & 1);
+    const RowPlace<VW> value_place(r, false);
+    auto               request_keys = [&](int tile) {
+        if (tile >= 0) {
+            const int64_t cell0 = int64_t(tile) * kDecodeTile;
+            const int     n     = p.n_kv - int(cell0);
+            copy.template copy<kDecodeTile>(keys, p.far_k + cell0 * row1 + in_row, row1, n);
+            const int        n_used = min(n_sums, (n + (1 << p.group_shift) - 1) >> p.group_shift);
+            const uint32_t * from   = p.summary + (cell0 >> p.group_shift) * row1 + in_row;
+            copy.template copy<8>(sums, from, row1, n_used);
+            if (n_sums > 8) {
+                copy.template copy<8>(sums + 8 * S::far_stride, from + 8 * row1, row1, n_used - 8);
+            }
+        }
+        copy_commit();
+    };
+    auto request_values = [&](int tile) {
+        if (tile >= 0) {
+            const int64_t cell0 = int64_t(tile) * kDecodeTile;
+            copy.template copy<kDecodeTile>(values, p.far_v + cell0 * row1 + in_row, row1, p.n_kv - int(cell0));
+        }
+        copy_commit();
+    };
+
+    int         tile = tile_of(warp, 0), after = tile_of(warp, 1);
     CellRequest cell = request_cell(p, tile < 0 ? p.n_kv : tile * kDecodeTile + lane, query0);
-    if (tile >= 0 && tile < n_whole) {
-        request_keys(tile);
-        request_values(tile);
-    }
+    request_keys(tile);
+    request_values(tile);
 
     // queries as halves, permuted like the keys: word w has its four pairs at 8 w
     half * q_rows = reinterpret_cast<half *>(shared);
@@ -327,7 +302,7 @@ __global__ void __launch_bounds__(DecodeShape<D, NB>::threads, 1) attend_decode(
     for (int nb = 0; nb < NB; ++nb) {
 #pragma unroll
         for (int w = 0; w < KW; ++w) {
-            const uint4 x = *reinterpret_cast<const uint4 *>(q_rows + (8 * nb + r) * S::q_stride + 8 * (t * KW + w));
+            const uint4 x = *reinterpret_cast<const uint4 *>(q_rows + (8 * nb + r) * S::q_stride + 8 * (t * KW + (KW > 1 ? w ^ (t & 1) * (KW / 2) : w)));
             q[nb][w][0] = x.x, q[nb][w][1] = x.y, q[nb][w][2] = x.z, q[nb][w][3] = x.w;
         }
     }
@@ -340,31 +315,31 @@ __global__ void __launch_bounds__(DecodeShape<D, NB>::threads, 1) attend_decode(
         sm.l[nb][0] = sm.l[nb][1] = 0.0f;
     }
 
-    // Tiles of far rows; the others are noted in `rest` by the number of the round (modulo 64) and come afterwards.
-    const int second = after;
-    uint64_t  rest   = 0;
+    // Far rows. Rounds that have others are noted (modulo 64).
+    uint64_t exact = 0;
     for (int round = 0; tile >= 0; tile = after, after -= step, ++round) {
         const int       cell0 = tile * kDecodeTile;
         const TileSight sight = tile_sight(p, cell, cell0 + lane, query0, query1);
         if (after >= 0) {
             cell = request_cell(p, after * kDecodeTile + lane, query0);
         }
-        const bool mixed = tile >= n_whole || __any_sync(~0u, sight.src != kSrcFar && sight.src != kSrcHidden);
-        if (mixed || sight.hidden == ~0u) {
-            rest |= mixed ? uint64_t(1) << (round & 63) : 0;
-            if (after >= 0) {
-                request_keys(after);
-                request_values(after);
-            }
+        exact |= uint64_t(sight.exact != 0) << (round & 63);
+        const uint32_t others = ~sight.far;
+        if (others == ~0u) {
+            copy_wait<0>();  // or else a slow copy could meet the next
+            request_keys(after);
+            request_values(after);
             continue;
         }
 
-        float sg[NB][4] = {}, s[2][NB][4];
-        if (p.group_shift == 1) {
-            key_scores<KW, NB, true>(sg, sum[0], sum[1], key_place, q);
-        } else {
-            key_scores<KW, NB, false>(sg, sum[0], sum[0], key_place, q);
+        float s[2][NB][4] = {}, sg[NB][4] = {}, sg_upper[NB][4] = {};
+        copy_wait<1>();
+        tile_scores<D, NB>(s, sg, keys + r * S::far_stride, sums + min(r, n_sums - 1) * S::far_stride, key_place, q);
+        if (n_sums > 8) {
+            summary_scores<D, NB>(sg_upper, sums + (8 + r) * S::far_stride, key_place, q);
         }
+        __syncwarp();
+        request_keys(after);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const int  from0 = (((16 * i + r) >> p.group_shift) & 7) << 2 | t;
@@ -372,16 +347,12 @@ __global__ void __launch_bounds__(DecodeShape<D, NB>::threads, 1) attend_decode(
             const bool upper = i == 1 && p.group_shift == 1;  // groups 8..15
 #pragma unroll
             for (int nb = 0; nb < NB; ++nb) {
-                const float g0 = upper ? sg[nb][2] : sg[nb][0], g1 = upper ? sg[nb][3] : sg[nb][1];
-                s[i][nb][0] = __shfl_sync(~0u, g0, from0);
-                s[i][nb][1] = __shfl_sync(~0u, g1, from0);
-                s[i][nb][2] = __shfl_sync(~0u, g0, from1);
-                s[i][nb][3] = __shfl_sync(~0u, g1, from1);
+                const float g0 = upper ? sg_upper[nb][0] : sg[nb][0], g1 = upper ? sg_upper[nb][1] : sg[nb][1];
+                s[i][nb][0] += __shfl_sync(~0u, g0, from0);
+                s[i][nb][1] += __shfl_sync(~0u, g1, from0);
+                s[i][nb][2] += __shfl_sync(~0u, g0, from1);
+                s[i][nb][3] += __shfl_sync(~0u, g1, from1);
             }
-            key_scores<KW, NB, true>(s[i], key[2 * i], key[2 * i + 1], key_place, q);
-        }
-        if (after >= 0) {
-            request_keys(after);
         }
         finish_scores(p, p.score_scale * kFp4Inverse, s[0]);
         finish_scores(p, p.score_scale * kFp4Inverse, s[1]);
@@ -393,7 +364,7 @@ __global__ void __launch_bounds__(DecodeShape<D, NB>::threads, 1) attend_decode(
 #pragma unroll
                     for (int c = 0; c < 4; ++c) {
                         const int j = 16 * i + r + 8 * (c >> 1);
-                        s[i][nb][c] = mask_score(p, s[i][nb][c], cell0 + j, sight.hidden >> j & 1u,
+                        s[i][nb][c] = mask_score(p, s[i][nb][c], cell0 + j, others >> j & 1u,
                                                  column0 + 8 * nb + 2 * t + (c & 1));
                     }
                 }
@@ -406,47 +377,53 @@ __global__ void __launch_bounds__(DecodeShape<D, NB>::threads, 1) attend_decode(
             top[nb][1] = fmaxf(fmaxf(s[0][nb][1], s[0][nb][3]), fmaxf(s[1][nb][1], s[1][nb][3]));
         }
         raise_max<NB, MT>(sm, o, top);
+        uint32_t b[2][NB][2];
+        weigh<NB>(sm, s[0], b[0]);
+        weigh<NB>(sm, s[1], b[1]);
+        copy_wait<1>();
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            uint32_t b[NB][2];
-            weigh<NB>(sm, s[i], b);
-            if (sight.hidden) {  // a hidden row may decode to NaN, which a weight of zero would not silence
-#pragma unroll
-                for (int u = 0; u < 4; ++u) {
-                    if (sight.hidden >> (16 * i + 2 * t + (u & 1) + 8 * (u >> 1)) & 1u) {
-                        value[i][u].scales = 0;
-                    }
-                }
-            }
-            add_values<VW, NB>(o, value[i], value_place, b);
+            add_values<D, NB>(o, values + 16 * i * S::far_stride, others >> (16 * i), t, value_place, b[i]);
         }
-        if (after >= 0) {
-            request_values(after);
-        }
+        __syncwarp();
+        request_values(after);
     }
+    copy_wait<0>();
+
+    // Near and current rows: 16 cells are a unit of work, and units go to the warps in turn.
+    if (lane == 0) {
+        exact_rounds[warp] = exact;
+    }
+    __syncthreads();
+    const uint64_t mine   = lane < S::warps ? exact_rounds[lane] : 0;
+    int            before = __popcll(mine);  // rounds of the warps before this lane, and its own
+#pragma unroll
+    for (int d = 1; d < 32; d <<= 1) {
+        const int x = __shfl_up_sync(~0u, before, d);
+        before += lane >= d ? x : 0;
+    }
+    const int n_units = 2 * __shfl_sync(~0u, before, 31);
 #pragma unroll 1
-    for (int round = 0; rest != 0; ++round) {
-        const int tile_again = round == 0 ? n_tiles - 1 - me : second - (round - 1) * step;
-        if (tile_again < 0) {
-            break;
-        }
-        if (!(rest >> (round & 63) & 1u)) {
-            continue;
-        }
-        const int       cell0 = tile_again * kDecodeTile;
-        const TileSight sight = tile_sight(p, request_cell(p, cell0 + lane, query0), cell0 + lane, query0, query1);
-        if (tile_again < n_whole && !__any_sync(~0u, sight.src != kSrcFar && sight.src != kSrcHidden)) {
-            continue;  // it shares its bit with the one that is meant
+    for (int unit = warp; unit < n_units; unit += S::warps) {
+        const int w    = __popc(__ballot_sync(~0u, before <= unit >> 1));
+        uint64_t  left = exact_rounds[w];
+        for (int skip = __popcll(left) - (__shfl_sync(~0u, before, w) - (unit >> 1)); skip > 0; --skip) {
+            left &= left - 1;
         }
 #pragma unroll 1
-        for (int i = 0; i < 2; ++i) {
-            attend_mixed<D, NB>(p, head, cell0 + 16 * i, sight.src, column0, q, sm, o);
+        for (int round = __ffsll(left) - 1, again; (again = tile_of(w, round)) >= 0; round += 64) {
+            const int       first = again * kDecodeTile;
+            const TileSight sight = tile_sight(p, request_cell(p, first + lane, query0), first + lane, query0, query1);
+            attend_exact<D, NB>(p, head, first + 16 * (unit & 1), sight.src, column0, q, sm, o);
         }
     }
 
-    // merge the warps
+    // Merge the warps: accumulators are brought to a common maximum, then added up, 64 channels at a time.
+    const int n_own = min(S::columns, n_columns - column0);
+    float *   acc   = reinterpret_cast<float *>(shared + S::q_words);  // [warp][column][64 channels: index, r]
 #pragma unroll
     for (int nb = 0; nb < NB; ++nb) {
+        float own[2], top[2] = {kNoScore, kNoScore}, l[2] = {0.0f, 0.0f};
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
 #pragma unroll
@@ -454,59 +431,100 @@ __global__ void __launch_bounds__(DecodeShape<D, NB>::threads, 1) attend_decode(
                 sm.l[nb][c] += __shfl_xor_sync(~0u, sm.l[nb][c], d);
             }
         }
-        float * acc = reinterpret_cast<float *>(shared);  // [warp][column][64 channels: index, r]
+        if (r == 0) {
+            shared_ml[warp][2 * t]     = make_float2(sm.m[nb][0], sm.l[nb][0]);
+            shared_ml[warp][2 * t + 1] = make_float2(sm.m[nb][1], sm.l[nb][1]);
+        }
+        __syncthreads();
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+#pragma unroll
+            for (int i = 0; i < S::warps; ++i) {
+                top[c] = fmaxf(top[c], shared_ml[i][2 * t + c].x);
+            }
+#pragma unroll
+            for (int i = 0; i < S::warps; ++i) {
+                l[c] += exp2_fast(shared_ml[i][2 * t + c].x - top[c]) * shared_ml[i][2 * t + c].y;
+            }
+            own[c] = exp2_fast(sm.m[nb][c] - top[c]);
+        }
+        __syncthreads();
+        if (warp == 0 && r == 0) {
+            shared_ml[0][2 * t]     = make_float2(top[0], l[0]);
+            shared_ml[0][2 * t + 1] = make_float2(top[1], l[1]);
+        }
 #pragma unroll
         for (int w = 0; w < VW; ++w) {
-            __syncthreads();  // the queries, or the previous 64 channels, are done with the shared memory
-            if (r == 0) {
-                shared_ml[warp][2 * t]     = make_float2(sm.m[nb][0], sm.l[nb][0]);
-                shared_ml[warp][2 * t + 1] = make_float2(sm.m[nb][1], sm.l[nb][1]);
-            }
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
 #pragma unroll
                 for (int c = 0; c < 4; ++c) {
-                    acc[(warp * 8 + 2 * t + (c & 1)) * S::acc_stride + (2 * i + (c >> 1)) * 8 + r] = o[nb][4 * w + i][c];
+                    if (8 * nb + 2 * t + (c & 1) < n_own) {
+                        acc[(warp * 8 + 2 * t + (c & 1)) * S::acc_stride + (2 * i + (c >> 1)) * 8 + r] =
+                            o[nb][4 * w + i][c] * own[c & 1];
+                    }
                 }
             }
             __syncthreads();
-            for (int e = threadIdx.x; e < 8 * 64; e += S::threads) {
+            for (int e = threadIdx.x; e < min(8, n_own - 8 * nb) * 64; e += S::threads) {
                 const int j = e / 64, place = e % 64, d = value_channel<D>(place % 8, 8 * w + place / 8);
-                const int column = column0 + 8 * nb + j;
-                if (column >= n_columns) {
-                    break;
-                }
-                float m = kNoScore;
+                const int column = column0 + 8 * nb + j, query = column / p.gqa, h = head * p.gqa + column % p.gqa;
+                const int row   = query * p.n_head + h;
+                float     total = 0.0f;
 #pragma unroll
                 for (int i = 0; i < S::warps; ++i) {
-                    m = fmaxf(m, shared_ml[i][j].x);
+                    total += acc[(i * 8 + j) * S::acc_stride + place];
                 }
-                float total = 0.0f, l = 0.0f;
-#pragma unroll
-                for (int i = 0; i < S::warps; ++i) {
-                    const float f = exp2_fast(shared_ml[i][j].x - m);
-                    total += f * acc[(i * 8 + j) * S::acc_stride + place];
-                    l += f * shared_ml[i][j].y;
-                }
-                const int query = column / p.gqa, h = head * p.gqa + column % p.gqa;
-                const int row = query * p.n_head + h;
                 if (p.n_split == 1) {
-                    if (p.sinks) {
-                        const float sink = p.sinks[h] * kLog2E, top = fmaxf(m, sink);
-                        const float f = exp2_fast(m - top);
-                        total *= f;
-                        l = l * f + exp2_fast(sink - top);
-                    }
-                    p.out[size_t(row) * D + d] = l > 0.0f ? total * kFp4Inverse / l : 0.0f;
+                    p.out[size_t(row) * D + d] = finish_output(p, h, total, shared_ml[0][j]);
                 } else {
                     const size_t at    = size_t(blockIdx.y) * p.n_q * p.n_head + row;
                     p.part[at * D + d] = total;
                     if (w == 0 && place == 0) {
-                        p.part_ml[at] = make_float2(m, l);
+                        p.part_ml[at] = shared_ml[0][j];
                     }
                 }
             }
+            __syncthreads();
         }
+    }
+    if (p.n_split == 1 || p.arrival_slot < 0) {
+        return;
+    }
+
+    // The last block of these columns to get here merges the splits.
+    __shared__ bool last;
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        uint32_t * arrivals = &split_arrivals[p.arrival_slot][blockIdx.z * gridDim.x + head];
+        last                = atomicInc(arrivals, p.n_split - 1) == p.n_split - 1;  // goes back to 0 by itself
+    }
+    __syncthreads();
+    if (!last) {
+        return;
+    }
+    __threadfence();
+    const int    shares = max(1, S::warps / n_own);  // warps that share a column
+    const size_t rows   = size_t(p.n_q) * p.n_head;
+    for (int i = warp; i < shares * n_own; i += S::warps) {
+        const int    column = column0 + i % n_own;
+        const size_t row    = size_t(column / p.gqa) * p.n_head + head * p.gqa + column % p.gqa;
+        const float2 ml     = merge_splits<D>(p, row, rows, i / n_own, shares, acc + i * D, lane);
+        if (lane == 0) {
+            (&shared_ml[0][0])[i] = ml;
+        }
+    }
+    __syncthreads();
+    for (int e = threadIdx.x; e < n_own * D; e += S::threads) {
+        const int j = e / D, d = e % D, column = column0 + j, h = head * p.gqa + column % p.gqa;
+        float     total = 0.0f, l = 0.0f;
+        for (int i = j; i < shares * n_own; i += n_own) {
+            total += acc[i * D + d];
+            l += (&shared_ml[0][0])[i].y;
+        }
+        p.out[(size_t(column / p.gqa) * p.n_head + h) * D + d] =
+            finish_output(p, h, total, make_float2((&shared_ml[0][0])[j].x, l));
     }
 }
 

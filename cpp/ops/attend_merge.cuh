@@ -1,4 +1,5 @@
-// Putting together the partial results of the splits of one attention.
+// Putting together the partial results of the splits of one attention: in the kernel that makes them, by the block which is
+// last to finish, or by a launch of its own.
 #pragma once
 
 #include "ops/attend_params.cuh"
@@ -6,60 +7,75 @@
 namespace kvfold {
 namespace device {
 
-// One block an output row; warps share the splits.
-constexpr int kMergeWarps = 8;
+// How many splits of an output have arrived; all zero between launches. Launches that may overlap use different slots.
+constexpr int              kArrivalSlots = 64, kArrivals = 64;
+static __device__ uint32_t split_arrivals[kArrivalSlots][kArrivals];
 
+// Sum of weighted values, and maximum and sum of weights -> the output.
+__device__ __forceinline__ float finish_output(const AttendParams & p, int h, float total, float2 ml) {
+    if (p.sinks) {
+        const float sink = p.sinks[h] * kLog2E, top = fmaxf(ml.x, sink);
+        const float f = exp2_fast(ml.x - top);
+        total *= f;
+        ml.y = ml.y * f + exp2_fast(sink - top);
+    }
+    return ml.y > 0.0f ? total * kFp4Inverse / ml.y : 0.0f;
+}
+
+// Adds up the splits share, share + shares, ... of output row `row` (of `rows`) to `acc` [D]; the whole warp calls. Returns
+// the maximum of all splits and the share's sum of weights.
 template <int D>
-__global__ void __launch_bounds__(32 * kMergeWarps) attend_merge(const AttendParams p) {
-    constexpr int     C = D / 32;  // channels a lane
-    __shared__ float  acc[kMergeWarps][D];
-    __shared__ float2 ml[kMergeWarps];
-
-    const int    lane = threadIdx.x & 31, warp = threadIdx.x >> 5, row = blockIdx.x;
-    const size_t rows = size_t(p.n_q) * p.n_head;
-
-    float m = kNoScore;
+__device__ __forceinline__ float2 merge_splits(const AttendParams & p, size_t row, size_t rows, int share, int shares,
+                                               float * acc, int lane) {
+    constexpr int C = D / 32;  // channels a lane
+    float         m = kNoScore;
     for (int i = lane; i < p.n_split; i += 32) {
-        m = fmaxf(m, p.part_ml[i * rows + row].x);
+        m = fmaxf(m, __ldcg(&p.part_ml[i * rows + row].x));
     }
 #pragma unroll
     for (int d = 1; d < 32; d <<= 1) {
         m = fmaxf(m, __shfl_xor_sync(~0u, m, d));
     }
     float sum[C] = {}, l = 0.0f;
-#pragma unroll 4
-    for (int i = warp; i < p.n_split; i += kMergeWarps) {
-        const float2  x    = p.part_ml[i * rows + row];
+#pragma unroll 8
+    for (int i = share; i < p.n_split; i += shares) {
+        const float2  x    = __ldcg(&p.part_ml[i * rows + row]);
         const float * from = p.part + (i * rows + row) * D + lane;
         const float   f    = exp2_fast(x.x - m);
         l += f * x.y;
 #pragma unroll
         for (int c = 0; c < C; ++c) {
-            sum[c] += f * from[32 * c];
+            sum[c] += f * __ldcg(from + 32 * c);
         }
     }
 #pragma unroll
     for (int c = 0; c < C; ++c) {
-        acc[warp][lane + 32 * c] = sum[c];
+        acc[lane + 32 * c] = sum[c];
     }
+    return make_float2(m, l);
+}
+
+// One block an output row; warps share the splits.
+constexpr int kMergeWarps = 8;
+
+template <int D>
+__global__ void __launch_bounds__(32 * kMergeWarps) attend_merge(const AttendParams p) {
+    __shared__ float  acc[kMergeWarps][D];
+    __shared__ float2 ml[kMergeWarps];
+    const int         lane = threadIdx.x & 31, warp = threadIdx.x >> 5, row = blockIdx.x;
+    const float2      mine = merge_splits<D>(p, row, size_t(p.n_q) * p.n_head, warp, kMergeWarps, acc[warp], lane);
     if (lane == 0) {
-        ml[warp] = make_float2(m, l);
+        ml[warp] = mine;
     }
     __syncthreads();
     for (int d = threadIdx.x; d < D; d += 32 * kMergeWarps) {
-        float total = 0.0f, weight = 0.0f;
+        float total = 0.0f, l = 0.0f;
 #pragma unroll
         for (int w = 0; w < kMergeWarps; ++w) {
             total += acc[w][d];
-            weight += ml[w].y;
+            l += ml[w].y;
         }
-        if (p.sinks) {
-            const float sink = p.sinks[row % p.n_head] * kLog2E, top = fmaxf(m, sink);
-            const float f = exp2_fast(m - top);
-            total *= f;
-            weight = weight * f + exp2_fast(sink - top);
-        }
-        p.out[size_t(row) * D + d] = weight > 0.0f ? total * kFp4Inverse / weight : 0.0f;
+        p.out[size_t(row) * D + d] = finish_output(p, row % p.n_head, total, make_float2(ml[0].x, l));
     }
 }
 

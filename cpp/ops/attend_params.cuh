@@ -42,6 +42,7 @@ struct AttendParams {
     int32_t          n_q;
     int32_t          n_kv;
     int32_t          n_split;
+    int32_t          arrival_slot;  // of the counters by which the last split merges; negative: another launch merges
     int32_t          group_shift;  // log2 of the cells a group
     float            q_scale;      // applied to queries when they become f16
     float            score_scale;  // applied to q . k afterwards; the result is in base-2 units unless soft-capped

@@ -1,5 +1,5 @@
-// Rows of the cache as mma operands in registers, for the decode kernel: far rows by bit operations, near and current rows
-// by plain loads. Everything an operand holds is times kFp4Unit.
+// Rows of the cache as mma operands in registers, for the decode kernel: far rows by way of shared memory, near and current
+// rows by plain loads. Everything an operand holds is times kFp4Unit.
 //
 // The order of the channels in a dot product is free, so each thread takes one contiguous piece of a key row (words
 // t * W .. t * W + W - 1, t = lane % 4, of D / 8 words) and the queries are permuted to match. Value rows are shared out the
@@ -14,64 +14,124 @@ namespace device {
 
 // --- far rows --------------------------------------------------------------------------------------------------------
 
-// A thread's share of a row: its words and the block's word of scales.
-template <int W>
-struct RowWords {
-    uint32_t w[W];
-    uint32_t scales;
+// Far rows are 72 bytes long (head size 128) and lie far apart from one another. Read word by word by the threads that want
+// them, every load would touch 8 rows and the first-level cache would be busy with tags; so a warp copies the rows of a tile to
+// shared memory, in chunks of a ninth of a row, 3 rows at a time, without waiting. There, words that are read together are in
+// different banks: the row stride sees to that, and odd t read the two halves of their piece in the other order.
+template <int D>
+struct FarRows {
+    static constexpr int words  = D / kFp4BlockValues * kBlockWords;  // of a row
+    static constexpr int stride = D == 128 ? 20 : words;              // in shared memory, words
+    static constexpr int chunk  = words / 9;                          // words
 };
 
-// Where that share is in any row, for a thread that is the `t`-th of those which share a row.
+// This lane's part in copying rows.
+template <int D>
+struct FarCopy {
+    int row;   // of three; 3: no part
+    int word;  // in the row
+
+    __device__ __forceinline__ explicit FarCopy(int lane) : row(lane / 9), word(lane % 9 * FarRows<D>::chunk) {}
+
+    // Up to ROWS rows, the first at `from`, `step` words apart, to `to`; rows from n on are left out. The whole warp calls.
+    template <int ROWS>
+    __device__ __forceinline__ void copy(uint32_t * to, const uint32_t * from, int step, int n) const {
+        to += row * FarRows<D>::stride + word;
+        from += row * step + word;
+        const int left = row < 3 ? min(n, ROWS) - row : 0;
+#pragma unroll
+        for (int i = 0; i < ROWS; i += 3) {
+            if (i < left) {
+                copy_async<FarRows<D>::chunk>(to + i * FarRows<D>::stride, from + i * step);
+            }
+        }
+    }
+};
+
+// Where a thread's share of a row is, for a thread that is the `part`-th of those which share it: two halves.
 template <int W>
 struct RowPlace {
-    int      scales;  // word of scales
-    int      values;  // first word of values, from there
-    uint32_t select;  // byte_perm() selector: [0, s, 0, s] with the share's first scale s
+    static constexpr int half = W == 1 ? 1 : W / 2;
 
-    __device__ __forceinline__ explicit RowPlace(int t)
-        : scales(t * W / 8 * kBlockWords), values(1 + (t * W & 7)),
-          select(0x0404u + 0x1010u * uint32_t((t * W / 2) & 3)) {}
+    int      scales;     // word of scales
+    int      values[2];  // first word of each half
+    uint32_t select[2];  // byte_perm() selector for each half: [0, s, 0, s] with its first scale s
+
+    // `swapped`: the second half comes first
+    __device__ __forceinline__ RowPlace(int part, bool swapped) : scales(part * W / 8 * kBlockWords) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int word = (part * W & 7) + (swapped != (i == 1) ? half : 0);
+            values[i]      = scales + 1 + word;
+            select[i]      = 0x0404u + 0x1010u * uint32_t(word >> 1 & 3);
+        }
+    }
+    // The w-th word of the share: where it is, and the selector of its scale.
+    __device__ __forceinline__ int      at(int w) const { return values[w / half] + w % half; }
+    __device__ __forceinline__ uint32_t scale(int w) const { return select[w / half] + 0x1010u * (w % half / 2); }
 };
 
-// `scales`: that word of the row.
-template <int W>
-__device__ __forceinline__ RowWords<W> load_row(const uint32_t * scales, const RowPlace<W> & place) {
-    const uint32_t * values = scales + place.values;
-    RowWords<W>      k;
-    k.scales = load_word(scales);
+// Scores of a tile of 32 far rows and of 8 summaries, not yet added to each other: three sums that do not wait for each
+// other's mma. `keys` and `sums`: the thread's row r in shared memory; it has rows r + 8 i.
+template <int D, int NB>
+__device__ __forceinline__ void tile_scores(float (&s)[2][NB][4], float (&sg)[NB][4], const uint32_t * keys,
+                                            const uint32_t * sums, const RowPlace<D / 32> & place,
+                                            const uint32_t (&q)[NB][D / 32][4]) {
+    constexpr int row8 = 8 * FarRows<D>::stride;
+    uint32_t      key_scales[4];
 #pragma unroll
-    for (int i = 0; i < W; ++i) {
-        k.w[i] = load_word(values + i);
+    for (int i = 0; i < 4; ++i) {
+        key_scales[i] = keys[i * row8 + place.scales];
     }
-    return k;
-}
-
-// A row of zeros when not `wanted`, and then nothing is read.
-template <int W>
-__device__ __forceinline__ RowWords<W> load_row_if(bool wanted, const uint32_t * scales, const RowPlace<W> & place) {
-    RowWords<W> k{};
-    if (wanted) {
-        k = load_row<W>(scales, place);
-    }
-    return k;
-}
-
-// s[nb] += rows `lo` (mma rows 0..7) and `hi` (8..15; taken as zero without HI) times the queries.
-template <int W, int NB, bool HI>
-__device__ __forceinline__ void key_scores(float (&s)[NB][4], const RowWords<W> & lo, const RowWords<W> & hi,
-                                           const RowPlace<W> & place, const uint32_t (&q)[NB][W][4]) {
+    const uint32_t sum_scales = sums[place.scales];
 #pragma unroll
-    for (int w = 0; w < W; ++w) {
-        const uint32_t select = place.select + 0x1010u * (w / 2);
-        const uint32_t sl = scale_pair(lo.scales, select), sh = HI ? scale_pair(hi.scales, select) : 0u;
-        const Pairs    l = fp4_pairs(lo.w[w]), h = HI ? fp4_pairs(hi.w[w]) : Pairs{};
+    for (int w = 0; w < D / 32; ++w) {
+        const uint32_t scale = scale_pair(sum_scales, place.scale(w));
+        const Pairs    g     = fp4_pairs(sums[place.at(w)]);
+        uint32_t       scales[4];
+        Pairs          k[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            scales[i] = scale_pair(key_scales[i], place.scale(w));
+            k[i]      = fp4_pairs(keys[i * row8 + place.at(w)]);
+        }
 #pragma unroll
         for (int j = 0; j < 4; j += 2) {
-            const uint32_t a0 = mul_half2(l.p[j], sl), a2 = mul_half2(l.p[j + 1], sl);
-            const uint32_t a1 = HI ? mul_half2(h.p[j], sh) : 0u, a3 = HI ? mul_half2(h.p[j + 1], sh) : 0u;
+            const uint32_t g0 = mul_half2(g.p[j], scale), g2 = mul_half2(g.p[j + 1], scale);
 #pragma unroll
             for (int nb = 0; nb < NB; ++nb) {
-                mma_16x8x16(s[nb], a0, a1, a2, a3, q[nb][w][j], q[nb][w][j + 1]);
+                mma_16x8x16(sg[nb], g0, 0u, g2, 0u, q[nb][w][j], q[nb][w][j + 1]);
+            }
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const uint32_t a0 = mul_half2(k[2 * i].p[j], scales[2 * i]),
+                               a1 = mul_half2(k[2 * i + 1].p[j], scales[2 * i + 1]),
+                               a2 = mul_half2(k[2 * i].p[j + 1], scales[2 * i]),
+                               a3 = mul_half2(k[2 * i + 1].p[j + 1], scales[2 * i + 1]);
+#pragma unroll
+                for (int nb = 0; nb < NB; ++nb) {
+                    mma_16x8x16(s[i][nb], a0, a1, a2, a3, q[nb][w][j], q[nb][w][j + 1]);
+                }
+            }
+        }
+    }
+}
+
+// Scores of 8 more summaries.
+template <int D, int NB>
+__device__ __forceinline__ void summary_scores(float (&sg)[NB][4], const uint32_t * sums, const RowPlace<D / 32> & place,
+                                               const uint32_t (&q)[NB][D / 32][4]) {
+    const uint32_t scales = sums[place.scales];
+#pragma unroll
+    for (int w = 0; w < D / 32; ++w) {
+        const uint32_t scale = scale_pair(scales, place.scale(w));
+        const Pairs    g     = fp4_pairs(sums[place.at(w)]);
+#pragma unroll
+        for (int j = 0; j < 4; j += 2) {
+#pragma unroll
+            for (int nb = 0; nb < NB; ++nb) {
+                mma_16x8x16(sg[nb], mul_half2(g.p[j], scale), 0u, mul_half2(g.p[j + 1], scale), 0u, q[nb][w][j],
+                            q[nb][w][j + 1]);
             }
         }
     }
@@ -84,25 +144,44 @@ __device__ __forceinline__ int value_channel(int r, int index) {
     return (word >> 1) * 16 + 4 * (word & 1) + (nibble >> 1) + 8 * (nibble & 1);
 }
 
-// O^T += V^T W^T for 16 keys: `value` are the thread's words of keys 2t, 2t+1, 2t+8, 2t+9, `b` the weights.
-template <int W, int NB>
-__device__ __forceinline__ void add_values(float (&o)[NB][4 * W][4], const RowWords<W> (&value)[4],
-                                           const RowPlace<W> & place, const uint32_t (&b)[NB][2]) {
-    // puts the share's first scale of one row into byte 1, of another into byte 3
-    const uint32_t first = 0x4400u + 0x1111u * (place.select >> 4 & 3u);
+// O^T += V^T W^T for 16 keys. `rows`: the first in shared memory; the thread has words of keys 2t, 2t+1, 2t+8, 2t+9. `b` are the
+// weights; those of `silent` keys (bits) are zero, but their rows may decode to NaN.
+template <int D, int NB>
+__device__ __forceinline__ void add_values(float (&o)[NB][D / 16][4], const uint32_t * rows, uint32_t silent, int t,
+                                           const RowPlace<D / 64> & place, const uint32_t (&b)[NB][2]) {
+    constexpr int    stride = FarRows<D>::stride;
+    const uint32_t * row[4] = {rows + 2 * t * stride, rows + (2 * t + 1) * stride, rows + (2 * t + 8) * stride,
+                               rows + (2 * t + 9) * stride};
+    uint32_t         scales[4];
 #pragma unroll
-    for (int w = 0; w < W; ++w) {
+    for (int u = 0; u < 4; ++u) {
+        scales[u] = row[u][place.scales];
+    }
+    if (silent) {
+#pragma unroll
+        for (int u = 0; u < 4; ++u) {
+            scales[u] = silent >> (2 * t + (u & 1) + 8 * (u >> 1)) & 1u ? 0 : scales[u];
+        }
+    }
+#pragma unroll
+    for (int w = 0; w < D / 64; ++w) {
         uint32_t scale[2];  // of keys 2t, 2t+1 and 2t+8, 2t+9
 #pragma unroll
         for (int u = 0; u < 2; ++u) {
-            const uint32_t s = __byte_perm(value[2 * u].scales, value[2 * u + 1].scales, first + 0x1111u * (w / 2));
-            scale[u]         = (s >> 1) & 0x7F807F80u;
+            // the word's scale of one row into byte 1, of the other into byte 3
+            const uint32_t select = 0x4400u + 0x1111u * (place.scale(w) >> 4 & 3u);
+            scale[u]              = (__byte_perm(scales[2 * u], scales[2 * u + 1], select) >> 1) & 0x7F807F80u;
+        }
+        uint32_t word[4];
+#pragma unroll
+        for (int u = 0; u < 4; ++u) {
+            word[u] = row[u][place.at(w)];
         }
 #pragma unroll
         for (int h = 0; h < 2; ++h) {  // bytes 2h and 2h + 1 of the words
             const uint32_t select = h ? 0x7632 : 0x5410;
-            const Pairs    x = fp4_pairs(__byte_perm(value[0].w[w], value[1].w[w], select)),
-                        y    = fp4_pairs(__byte_perm(value[2].w[w], value[3].w[w], select));
+            const Pairs    x      = fp4_pairs(__byte_perm(word[0], word[1], select)),
+                           y      = fp4_pairs(__byte_perm(word[2], word[3], select));
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
                 const int      lo = e ? 1 : 3, hi = e ? 0 : 2;
@@ -133,9 +212,10 @@ struct ExactRows {
     int           head;
 };
 
-// Words first .. first + W - 1 of the row; zeros if `src` is neither near nor current.
+// The thread's words of the row, whose first is `first`; zeros if `src` is neither near nor current. `swapped`: as in RowPlace.
 template <int D, int W>
-__device__ __forceinline__ void load_exact(Octet (&x)[W], const ExactRows & rows, int src, int first) {
+__device__ __forceinline__ void load_exact(Octet (&x)[W], const ExactRows & rows, int src, int first, bool swapped) {
+    const int swap = W > 1 && swapped ? W / 2 : 0;
 #pragma unroll
     for (int w = 0; w < W; ++w) {
         x[w] = {0, 0, 0, 0};
@@ -144,7 +224,7 @@ __device__ __forceinline__ void load_exact(Octet (&x)[W], const ExactRows & rows
         const half * row = rows.pool + (size_t(src) * rows.n_head_kv + rows.head) * D;
 #pragma unroll
         for (int w = 0; w < W; ++w) {
-            const half * from = row + word_channel(first + w);
+            const half * from = row + word_channel(first + (w ^ swap));
             const uint2  lo   = __ldg(reinterpret_cast<const uint2 *>(from)),
                         hi    = __ldg(reinterpret_cast<const uint2 *>(from + 8));
             x[w]              = {lo.x, lo.y, hi.x, hi.y};
@@ -153,7 +233,7 @@ __device__ __forceinline__ void load_exact(Octet (&x)[W], const ExactRows & rows
         const float * row = rows.current + int64_t(kSrcCurrentBase - src) * rows.current_stride + rows.head * D;
 #pragma unroll
         for (int w = 0; w < W; ++w) {
-            const float * from = row + word_channel(first + w);
+            const float * from = row + word_channel(first + (w ^ swap));
             x[w]               = {pack_half2(__ldg(from), __ldg(from + 1)), pack_half2(__ldg(from + 2), __ldg(from + 3)),
                                   pack_half2(__ldg(from + 8), __ldg(from + 9)), pack_half2(__ldg(from + 10), __ldg(from + 11))};
         }
@@ -162,7 +242,7 @@ __device__ __forceinline__ void load_exact(Octet (&x)[W], const ExactRows & rows
 
 constexpr uint32_t kHalfUnit2 = 0x24002400u;  // kFp4Unit twice
 
-// As key_scores().
+// s[nb] += 16 exact rows, the thread's r and r + 8, times the queries.
 template <int W, int NB>
 __device__ __forceinline__ void exact_key_scores(float (&s)[NB][4], const Octet (&lo)[W], const Octet (&hi)[W],
                                                  const uint32_t (&q)[NB][W][4]) {
@@ -183,7 +263,7 @@ __device__ __forceinline__ void exact_key_scores(float (&s)[NB][4], const Octet 
     }
 }
 
-// As add_values().
+// As add_values(), of exact rows.
 template <int W, int NB>
 __device__ __forceinline__ void add_exact_values(float (&o)[NB][4 * W][4], const Octet (&k)[4][W],
                                                  const uint32_t (&b)[NB][2]) {

@@ -20,11 +20,40 @@ constexpr float kFp4Unit    = 0x1p-6f;  // what a decoded half carries
 constexpr float kFp4Inverse = 0x1p+6f;
 constexpr int   kBlockWords = sizeof(Fp4Block) / 4;  // one word of scales, eight of values
 
-// Volatile, so that the loads of a tile stay where they are written: ahead of the arithmetic, but no further.
 __device__ __forceinline__ uint32_t load_word(const uint32_t * p) {
     uint32_t r;
     asm volatile("ld.global.nc.b32 %0, [%1];" : "=r"(r) : "l"(p));
     return r;
+}
+
+// Copies WORDS (1, 2 or 4) aligned words from global to shared memory; without waiting, where the device can do that.
+template <int WORDS>
+__device__ __forceinline__ void copy_async(uint32_t * to, const uint32_t * from) {
+#if __CUDA_ARCH__ >= 800
+    const uint32_t at = uint32_t(__cvta_generic_to_shared(to));
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" : : "r"(at), "l"(from), "n"(4 * WORDS) : "memory");
+#else
+#pragma unroll
+    for (int i = 0; i < WORDS; ++i) {
+        to[i] = load_word(from + i);
+    }
+#endif
+}
+
+// Copies since the last commit belong together.
+__device__ __forceinline__ void copy_commit() {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.commit_group;" : : : "memory");
+#endif
+}
+
+// Waits until at most N commits are not done, and for the other lanes of the warp to have waited too.
+template <int N>
+__device__ __forceinline__ void copy_wait() {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.wait_group %0;" : : "n"(N) : "memory");
+#endif
+    __syncwarp();
 }
 
 __device__ __forceinline__ int word_channel(int word) { return (word >> 1) * 16 + 4 * (word & 1); }
@@ -73,15 +102,15 @@ __device__ __forceinline__ uint32_t transpose_8x8(uint32_t a) {
 __device__ __forceinline__ void mma_16x8x16(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
                                             uint32_t b0, uint32_t b1) {
 #if __CUDA_ARCH__ >= 800
-    asm volatile(
+    asm(
         "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 #else  // Turing has the half of it
-    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
                  : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
                  : "r"(a0), "r"(a1), "r"(b0));
-    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
                  : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
                  : "r"(a2), "r"(a3), "r"(b1));
 #endif

@@ -1,4 +1,7 @@
 // kv_attend on CUDA: which kernel, how many splits, where its scratch goes.
+#include <mutex>
+#include <unordered_map>
+
 #include "ops/attend_decode.cuh"
 #include "ops/attend_merge.cuh"
 #include "ops/attend_prefill.cuh"
@@ -71,6 +74,15 @@ void launch_prefill(const AttendParams & p, const Plan & plan, cudaStream_t stre
     device::attend_prefill<S><<<dim3(plan.z, p.n_head_kv, plan.n_split), S::threads, S::shared_bytes, stream>>>(p);
 }
 
+template <int D, int NB>
+void launch_decode(const AttendParams & p, const Plan & plan, cudaStream_t stream) {
+    using S         = device::DecodeShape<D, NB>;
+    const int bytes = S::shared_bytes(1 << p.group_shift);
+    (void) cudaFuncSetAttribute(device::attend_decode<D, NB>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+    device::attend_decode<D, NB>
+        <<<dim3(p.n_head_kv, plan.n_split, plan.z), S::threads, bytes, stream>>>(p);
+}
+
 template <int D>
 void launch(const AttendParams & p, const Plan & plan, const CudaDevice & device, cudaStream_t stream) {
     if (plan.prefill) {
@@ -82,19 +94,35 @@ void launch(const AttendParams & p, const Plan & plan, const CudaDevice & device
             launch_prefill<Prefill<D, false>>(p, plan, stream);
         }
     } else {
-        const dim3 grid(p.n_head_kv, plan.n_split, plan.z);
         if (plan.blocks == 1) {
-            device::attend_decode<D, 1><<<grid, device::DecodeShape<D, 1>::threads, 0, stream>>>(p);
+            launch_decode<D, 1>(p, plan, stream);
         }
         if constexpr (D <= 128) {
             if (plan.blocks == 2) {
-                device::attend_decode<D, 2><<<grid, device::DecodeShape<D, 2>::threads, 0, stream>>>(p);
+                launch_decode<D, 2>(p, plan, stream);
             }
         }
     }
-    if (plan.n_split > 1) {
+    if (plan.n_split > 1 && p.arrival_slot < 0) {
         device::attend_merge<D><<<p.n_q * p.n_head, 32 * device::kMergeWarps, 0, stream>>>(p);
     }
+}
+
+// Launches of one stream run one after the other, so each stream has its own counters. Negative when there are none left.
+int arrival_slot(cudaStream_t stream) {
+    static std::mutex                            mutex;
+    static std::unordered_map<cudaStream_t, int> slots;
+    const std::lock_guard<std::mutex>            lock(mutex);
+    const auto                                   found = slots.find(stream);
+    if (found != slots.end()) {
+        return found->second;
+    }
+    const int slot = int(slots.size());
+    if (slot >= device::kArrivalSlots) {
+        return -1;
+    }
+    slots.emplace(stream, slot);
+    return slot;
 }
 
 int log2_of(int x) {
@@ -153,6 +181,7 @@ void kv_attend_cuda(const AttendArgs & a, const CudaDevice & device, void * scra
     p.n_q            = a.n_q;
     p.n_kv           = a.n_kv;
     p.n_split        = plan.n_split;
+    p.arrival_slot   = plan.prefill || plan.z * a.mem.n_head_kv > device::kArrivals ? -1 : arrival_slot(stream);
     p.group_shift    = log2_of(a.mem.group);
     p.q_scale        = a.scale;
     p.score_scale    = a.softcap == 0.0f ? device::kLog2E : 1.0f;
