@@ -481,6 +481,10 @@ class Llama(llama_cpp.Llama):
             self._sampler = None
             stack.close()
             closed: Any = _Closed()
+            # Tokenizers that were handed out keep the model's wrapper; a null pointer in it would crash the process.
+            for wrapper, pointers in (("_model", ("model", "vocab")), ("_ctx", ("ctx",))):
+                for pointer in pointers if wrapper in self.__dict__ else ():
+                    setattr(getattr(self, wrapper), pointer, closed)
             self._ctx = self._model = self._batch = self.tokenizer_ = closed
             self._candidates: Any = None
             self.scores = np.empty((0, 0), dtype=np.single)

@@ -383,7 +383,8 @@ def test_default_windows(make_llm: Callable[..., Any], tiny_path: Callable[[str]
     assert full._window == 0
 
 
-@pytest.mark.parametrize("name", sorted(tiny_models.GOOD))
+# Models with "nan" in their name poison the cache on purpose; the tests of the cache use them.
+@pytest.mark.parametrize("name", sorted(name for name in tiny_models.GOOD if "nan" not in name))
 def test_every_good_model_runs(make_llm: Callable[..., Any], tiny_path: Callable[[str], Path], name: str) -> None:
     tokens = [t % tiny_models.N_VOCAB for t in TOKENS[:400]]
     llm = make_llm(tiny_path(name), kv_type="fp4_csa2", n_ctx=512)
