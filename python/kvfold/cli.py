@@ -92,7 +92,7 @@ def _answer(llm: Llama, messages: list[dict[str, str]], arguments: argparse.Name
     """Stream one reply, to stdout if ``show``."""
     meter = _Meter()
     chunks: Any = llm.create_chat_completion(
-        messages=messages,  # type: ignore[arg-type]
+        messages=messages,
         stream=True,
         max_tokens=arguments.max_tokens,
         temperature=arguments.temperature,
