@@ -23,18 +23,22 @@ namespace device {
 #endif
 constexpr int kDecodeTile = 32;  // cells a warp handles at a time
 
-// Warps a block, which fills a multiprocessor: as many as have registers for two tiles in flight. `nb`: blocks of 8 columns.
-__host__ __device__ constexpr int decode_warps(int dim, int nb) {
-    return dim == 64 ? (nb == 1 ? 16 : 12) : dim == 128 && nb == 1 ? KVFOLD_DECODE_WARPS : 8;
+// Warps a block, which fills a multiprocessor: as many as there are registers, or shared memory, for. `nb`: blocks of 8 columns;
+// `small`: with 64 KiB of shared memory.
+__host__ __device__ constexpr int decode_warps(int dim, int nb, bool small) {
+    return dim == 64               ? (nb == 1 ? 16 : 12)
+           : dim == 256            ? (small ? 4 : 8)
+           : (nb == 1 && !small)   ? KVFOLD_DECODE_WARPS
+                                   : 8;
 }
 
-template <int D, int NB>
+template <int D, int NB, int WARPS>
 struct DecodeShape {
     static constexpr int key_words   = D / 32;  // of a key row, a thread
     static constexpr int value_words = D / 64;  // of a value row, a thread
     static constexpr int row_words   = D / kFp4BlockValues * kBlockWords;
     static constexpr int columns     = 8 * NB;
-    static constexpr int warps       = decode_warps(D, NB);
+    static constexpr int warps       = WARPS;
     static constexpr int threads     = 32 * warps;
     // are there registers to load keys and values of near rows together?
     static constexpr bool early_values = warps <= 12;
@@ -164,18 +168,18 @@ __device__ __forceinline__ float mask_score(const AttendParams & p, float score,
     if (!p.mask) {
         return score;
     }
-    const float m = __half2float(p.mask[(column / p.gqa) * p.mask_stride + cell]);
+    const float m = __half2float(p.mask[column_query(p, column) * p.mask_stride + cell]);
     return m == -INFINITY ? m : score + m * kLog2E;
 }
 
 // --- near and current rows -------------------------------------------------------------------------------------------
 
 // Those of the 16 cells from `cell0` on. `src` is the source of cell (cell0 & ~31) + lane.
-template <int D, int NB>
+template <int D, int NB, int WARPS>
 __device__ __forceinline__ void attend_exact(const AttendParams & p, int head, int cell0, int src, int column0,
                                              const uint32_t (&q)[NB][D / 32][4], Softmax<NB> & sm,
                                              float (&o)[NB][D / 16][4]) {
-    using S          = DecodeShape<D, NB>;
+    using S          = DecodeShape<D, NB, WARPS>;
     constexpr int KW = S::key_words, VW = S::value_words;
     const int     lane = threadIdx.x & 31, t = lane & 3, r = lane >> 2, first = cell0 & 16;
     const bool    exact = src != kSrcFar && src != kSrcHidden;
@@ -226,9 +230,9 @@ __device__ __forceinline__ void attend_exact(const AttendParams & p, int head, i
 // --- the kernel ------------------------------------------------------------------------------------------------------
 
 // grid: x KV head, y split, z block of 8 * NB columns. Column c of a KV head is query c / gqa, head c % gqa of the group.
-template <int D, int NB>
-__global__ void __launch_bounds__(DecodeShape<D, NB>::threads, 1) attend_decode(const __grid_constant__ AttendParams p) {
-    using S          = DecodeShape<D, NB>;
+template <int D, int NB, int WARPS>
+__global__ void __launch_bounds__(DecodeShape<D, NB, WARPS>::threads, 1) attend_decode(const __grid_constant__ AttendParams p) {
+    using S          = DecodeShape<D, NB, WARPS>;
     constexpr int KW = S::key_words, VW = S::value_words, MT = 4 * VW;
     extern __shared__ __align__(16) uint32_t shared[];
     __shared__ float2                        shared_ml[S::warps][8];
@@ -237,7 +241,7 @@ __global__ void __launch_bounds__(DecodeShape<D, NB>::threads, 1) attend_decode(
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, t = lane & 3, r = lane >> 2;
     const int head = blockIdx.x, column0 = blockIdx.z * S::columns;
     const int n_columns = p.n_q * p.gqa;
-    const int query0 = column0 / p.gqa, query1 = min(column0 + S::columns - 1, n_columns - 1) / p.gqa;
+    const int query0 = column_query(p, column0), query1 = column_query(p, min(column0 + S::columns, n_columns) - 1);
 
     // Tiles are dealt out from the last, where near and current rows are, to the first. After the first round the order of
     // the warps is reversed, so that those with these slow tiles are not the ones which get one more.
@@ -286,15 +290,20 @@ __global__ void __launch_bounds__(DecodeShape<D, NB>::threads, 1) attend_decode(
 
     // queries as halves, permuted like the keys: word w has its four pairs at 8 w
     half * q_rows = reinterpret_cast<half *>(shared);
-    for (int i = threadIdx.x; i < S::columns * D; i += S::threads) {
-        const int   j = i / D, d = i % D, column = column0 + j, e = d & 15;
-        const int   word = 2 * (d >> 4) + (e >> 2 & 1), pair = (e & 1 ? 0 : 2) + (e & 8 ? 0 : 1);
-        float       x = 0.0f;
-        if (column < n_columns) {
-            const int query = column / p.gqa, h = head * p.gqa + column - query * p.gqa;
-            x = p.q[query * p.q_stride_query + h * p.q_stride_head + d] * p.q_scale;
+#pragma unroll 1
+    for (int j = warp; j < S::columns; j += S::warps) {
+        const int     column = column0 + j, query = column_query(p, column), h = head * p.gqa + column - query * p.gqa;
+        const float * from   = p.q + query * p.q_stride_query + h * p.q_stride_head;
+        float         x[D / 32];
+#pragma unroll
+        for (int i = 0; i < D / 32; ++i) {
+            x[i] = column < n_columns ? from[lane + 32 * i] * p.q_scale : 0.0f;
         }
-        q_rows[j * S::q_stride + 8 * word + 2 * pair + (e >> 1 & 1)] = __float2half_rn(x);
+        const int e = lane & 15, word = 2 * (lane >> 4) + (e >> 2 & 1), pair = (e & 1 ? 0 : 2) + (e & 8 ? 0 : 1);
+#pragma unroll
+        for (int i = 0; i < D / 32; ++i) {
+            q_rows[j * S::q_stride + 8 * (word + 4 * i) + 2 * pair + (e >> 1 & 1)] = __float2half_rn(x[i]);
+        }
     }
     __syncthreads();
     uint32_t q[NB][KW][4];
@@ -414,7 +423,7 @@ __global__ void __launch_bounds__(DecodeShape<D, NB>::threads, 1) attend_decode(
         for (int round = __ffsll(left) - 1, again; (again = tile_of(w, round)) >= 0; round += 64) {
             const int       first = again * kDecodeTile;
             const TileSight sight = tile_sight(p, request_cell(p, first + lane, query0), first + lane, query0, query1);
-            attend_exact<D, NB>(p, head, first + 16 * (unit & 1), sight.src, column0, q, sm, o);
+            attend_exact<D, NB, WARPS>(p, head, first + 16 * (unit & 1), sight.src, column0, q, sm, o);
         }
     }
 
@@ -468,8 +477,8 @@ __global__ void __launch_bounds__(DecodeShape<D, NB>::threads, 1) attend_decode(
             __syncthreads();
             for (int e = threadIdx.x; e < min(8, n_own - 8 * nb) * 64; e += S::threads) {
                 const int j = e / 64, place = e % 64, d = value_channel<D>(place % 8, 8 * w + place / 8);
-                const int column = column0 + 8 * nb + j, query = column / p.gqa, h = head * p.gqa + column % p.gqa;
-                const int row   = query * p.n_head + h;
+                const int column = column0 + 8 * nb + j, query = column_query(p, column);
+                const int h = head * p.gqa + column - query * p.gqa, row = query * p.n_head + h;
                 float     total = 0.0f;
 #pragma unroll
                 for (int i = 0; i < S::warps; ++i) {
@@ -494,9 +503,9 @@ __global__ void __launch_bounds__(DecodeShape<D, NB>::threads, 1) attend_decode(
 
     // The last block of these columns to get here merges the splits.
     __shared__ bool last;
-    __threadfence();
     __syncthreads();
     if (threadIdx.x == 0) {
+        __threadfence();
         uint32_t * arrivals = &split_arrivals[p.arrival_slot][blockIdx.z * gridDim.x + head];
         last                = atomicInc(arrivals, p.n_split - 1) == p.n_split - 1;  // goes back to 0 by itself
     }
@@ -508,8 +517,8 @@ __global__ void __launch_bounds__(DecodeShape<D, NB>::threads, 1) attend_decode(
     const int    shares = max(1, S::warps / n_own);  // warps that share a column
     const size_t rows   = size_t(p.n_q) * p.n_head;
     for (int i = warp; i < shares * n_own; i += S::warps) {
-        const int    column = column0 + i % n_own;
-        const size_t row    = size_t(column / p.gqa) * p.n_head + head * p.gqa + column % p.gqa;
+        const int    column = column0 + i % n_own, query = column_query(p, column);
+        const size_t row    = size_t(query) * p.n_head + head * p.gqa + column - query * p.gqa;
         const float2 ml     = merge_splits<D>(p, row, rows, i / n_own, shares, acc + i * D, lane);
         if (lane == 0) {
             (&shared_ml[0][0])[i] = ml;
@@ -517,13 +526,14 @@ __global__ void __launch_bounds__(DecodeShape<D, NB>::threads, 1) attend_decode(
     }
     __syncthreads();
     for (int e = threadIdx.x; e < n_own * D; e += S::threads) {
-        const int j = e / D, d = e % D, column = column0 + j, h = head * p.gqa + column % p.gqa;
+        const int j = e / D, d = e % D, column = column0 + j, query = column_query(p, column);
+        const int h = head * p.gqa + column - query * p.gqa;
         float     total = 0.0f, l = 0.0f;
         for (int i = j; i < shares * n_own; i += n_own) {
             total += acc[i * D + d];
             l += (&shared_ml[0][0])[i].y;
         }
-        p.out[(size_t(column / p.gqa) * p.n_head + h) * D + d] =
+        p.out[(size_t(query) * p.n_head + h) * D + d] =
             finish_output(p, h, total, make_float2((&shared_ml[0][0])[j].x, l));
     }
 }

@@ -49,6 +49,11 @@ struct AttendParams {
     float            softcap;      // 0: none
 };
 
+// Query of a column of a KV head.
+__device__ __forceinline__ int column_query(const AttendParams & p, int column) {
+    return p.n_q == 1 ? 0 : column / p.gqa;  // a division is long
+}
+
 // Dot products times `scale` -> scores, base 2.
 template <int N>
 __device__ __forceinline__ void finish_scores(const AttendParams & p, float scale, float (&s)[N][4]) {

@@ -78,13 +78,11 @@ __device__ __forceinline__ void load_matrices(uint32_t (&x)[4], const half * row
     if constexpr (TRANSPOSED) {
         asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                      : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
-                     : "r"(at)
-                     : "memory");
+                     : "r"(at));
     } else {
         asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                      : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
-                     : "r"(at)
-                     : "memory");
+                     : "r"(at));
     }
 }
 
@@ -134,7 +132,7 @@ __global__ void __launch_bounds__(S::threads, 1) attend_prefill(const __grid_con
 
     // --- the next tile: from memory to registers, from there to shared memory ---
     const int  word = threadIdx.x % S::words, cell_first = threadIdx.x / S::words * C;
-    const uint32_t scale_select = 0x0404u + 0x1010u * uint32_t((word >> 1) & 3);
+    const uint32_t scale_select = 0x4440u + uint32_t((word >> 1) & 3);
     const int  in_row = head * row_words + (word >> 3) * kBlockWords, value_at = 1 + (word & 7);
     const int  row_step = p.n_head_kv * row_words;
     int        src[C];
@@ -321,26 +319,34 @@ __global__ void __launch_bounds__(S::threads, 1) attend_prefill(const __grid_con
     __syncthreads();
     if (tile0 < tile1) {
         decode(tile0, 0, 0);
+        request(min(tile0 + 1, tile1 - 1));
     }
     __syncthreads();
+    // Between two barriers every warp attends one tile and decodes the next. Half of the warps, two of them on every scheduler
+    // of the multiprocessor, decode first, so that the tensor cores and the other pipelines are busy at the same time.
     // Flags rotate over three slots: the one of this tile is read, the next is being set, the one after is cleared.
+    const bool decode_first = S::stages == 2 && (warp & 4) != 0;
     for (int tile = tile0, slot = 0; tile < tile1; ++tile) {
         const int stage = S::stages == 2 ? (tile - tile0) & 1 : 0, next_slot = slot == 2 ? 0 : slot + 1;
-        if (tile + 1 < tile1) {
-            request(tile + 1);
-        }
         const int flag = flags[slot];
-        if (flag & kTileSeen) {
-            attend(tile, stage, flag & kTileMasked);
-        }
-        if (S::stages == 1) {
-            __syncthreads();
-        }
         if (threadIdx.x == 0) {
             flags[next_slot == 2 ? 0 : next_slot + 1] = 0;
         }
-        if (tile + 1 < tile1) {
-            decode(tile + 1, S::stages == 2 ? stage ^ 1 : 0, next_slot);
+#pragma unroll 1
+        for (int turn = 0; turn < 2; ++turn) {
+            if ((turn == 0) != decode_first) {
+                if (flag & kTileSeen) {
+                    attend(tile, stage, flag & kTileMasked);
+                }
+            } else {
+                if (S::stages == 1) {
+                    __syncthreads();
+                }
+                if (tile + 1 < tile1) {
+                    decode(tile + 1, S::stages == 2 ? stage ^ 1 : 0, next_slot);
+                    request(min(tile + 2, tile1 - 1));
+                }
+            }
         }
         __syncthreads();
         slot = next_slot;

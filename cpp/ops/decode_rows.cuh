@@ -38,11 +38,21 @@ struct FarCopy {
     __device__ __forceinline__ void copy(uint32_t * to, const uint32_t * from, int step, int n) const {
         to += row * FarRows<D>::stride + word;
         from += row * step + word;
-        const int left = row < 3 ? min(n, ROWS) - row : 0;
+        const ptrdiff_t step3 = 3 * ptrdiff_t(step);
+        if (n >= ROWS) {  // as good as always, and then cheaper
+            if (row < 3) {
 #pragma unroll
-        for (int i = 0; i < ROWS; i += 3) {
-            if (i < left) {
-                copy_async<FarRows<D>::chunk>(to + i * FarRows<D>::stride, from + i * step);
+                for (int i = 0; i + 2 < ROWS; i += 3, from += step3) {
+                    copy_async<FarRows<D>::chunk>(to + i * FarRows<D>::stride, from);
+                }
+                if (row < ROWS % 3) {
+                    copy_async<FarRows<D>::chunk>(to + ROWS / 3 * 3 * FarRows<D>::stride, from);
+                }
+            }
+        } else if (row < 3) {
+#pragma unroll 1
+            for (int i = row; i < n; i += 3, from += step3) {
+                copy_async<FarRows<D>::chunk>(to + (i - row) * FarRows<D>::stride, from);
             }
         }
     }
@@ -55,7 +65,7 @@ struct RowPlace {
 
     int      scales;     // word of scales
     int      values[2];  // first word of each half
-    uint32_t select[2];  // byte_perm() selector for each half: [0, s, 0, s] with its first scale s
+    uint32_t select[2];  // byte_perm() selector for each half: [s, 0, 0, 0] with its first scale s
 
     // `swapped`: the second half comes first
     __device__ __forceinline__ RowPlace(int part, bool swapped) : scales(part * W / 8 * kBlockWords) {
@@ -63,12 +73,12 @@ struct RowPlace {
         for (int i = 0; i < 2; ++i) {
             const int word = (part * W & 7) + (swapped != (i == 1) ? half : 0);
             values[i]      = scales + 1 + word;
-            select[i]      = 0x0404u + 0x1010u * uint32_t(word >> 1 & 3);
+            select[i]      = 0x4440u + uint32_t(word >> 1 & 3);
         }
     }
     // The w-th word of the share: where it is, and the selector of its scale.
     __device__ __forceinline__ int      at(int w) const { return values[w / half] + w % half; }
-    __device__ __forceinline__ uint32_t scale(int w) const { return select[w / half] + 0x1010u * (w % half / 2); }
+    __device__ __forceinline__ uint32_t scale(int w) const { return select[w / half] + w % half / 2; }
 };
 
 // Scores of a tile of 32 far rows and of 8 summaries, not yet added to each other: three sums that do not wait for each
@@ -168,9 +178,9 @@ __device__ __forceinline__ void add_values(float (&o)[NB][D / 16][4], const uint
         uint32_t scale[2];  // of keys 2t, 2t+1 and 2t+8, 2t+9
 #pragma unroll
         for (int u = 0; u < 2; ++u) {
-            // the word's scale of one row into byte 1, of the other into byte 3
-            const uint32_t select = 0x4400u + 0x1111u * (place.scale(w) >> 4 & 3u);
-            scale[u]              = (__byte_perm(scales[2 * u], scales[2 * u + 1], select) >> 1) & 0x7F807F80u;
+            // the word's scale of one row into byte 0, of the other into byte 2
+            const uint32_t select = 0x4400u + 0x1111u * (place.scale(w) & 3u);
+            scale[u] = (__byte_perm(scales[2 * u], scales[2 * u + 1], select) & 0x00FF00FFu) * 128u;
         }
         uint32_t word[4];
 #pragma unroll

@@ -44,7 +44,7 @@ Plan make_plan(const AttendArgs & a, const CudaDevice & device) {
     } else {
         p.blocks           = columns > 8 && dim <= 128 ? 2 : 1;
         p.z                = ceil_div(columns, 8 * p.blocks);
-        const int shares   = a.mem.n_head_kv * p.z, warps = device::decode_warps(dim, p.blocks);
+        const int shares   = a.mem.n_head_kv * p.z, warps = device::decode_warps(dim, p.blocks, device.arch < 80);
         const int most     = ceil_div(ceil_div(a.n_kv, device::kDecodeTile), warps);  // with a tile for every warp
         // One wave of blocks; more where that would leave multiprocessors without work and there is enough of it.
         p.n_split = 1;
@@ -74,13 +74,14 @@ void launch_prefill(const AttendParams & p, const Plan & plan, cudaStream_t stre
     device::attend_prefill<S><<<dim3(plan.z, p.n_head_kv, plan.n_split), S::threads, S::shared_bytes, stream>>>(p);
 }
 
-template <int D, int NB>
+template <int D, int NB, bool SMALL>
 void launch_decode(const AttendParams & p, const Plan & plan, cudaStream_t stream) {
-    using S         = device::DecodeShape<D, NB>;
-    const int bytes = S::shared_bytes(1 << p.group_shift);
-    (void) cudaFuncSetAttribute(device::attend_decode<D, NB>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-    device::attend_decode<D, NB>
-        <<<dim3(p.n_head_kv, plan.n_split, plan.z), S::threads, bytes, stream>>>(p);
+    constexpr int warps  = device::decode_warps(D, NB, SMALL);
+    const auto    kernel = device::attend_decode<D, NB, warps>;
+    using S              = device::DecodeShape<D, NB, warps>;
+    const int bytes      = S::shared_bytes(1 << p.group_shift);
+    (void) cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+    kernel<<<dim3(p.n_head_kv, plan.n_split, plan.z), S::threads, bytes, stream>>>(p);
 }
 
 template <int D>
@@ -94,12 +95,13 @@ void launch(const AttendParams & p, const Plan & plan, const CudaDevice & device
             launch_prefill<Prefill<D, false>>(p, plan, stream);
         }
     } else {
+        const bool small = device.arch < 80;
         if (plan.blocks == 1) {
-            launch_decode<D, 1>(p, plan, stream);
+            small ? launch_decode<D, 1, true>(p, plan, stream) : launch_decode<D, 1, false>(p, plan, stream);
         }
         if constexpr (D <= 128) {
             if (plan.blocks == 2) {
-                launch_decode<D, 2>(p, plan, stream);
+                small ? launch_decode<D, 2, true>(p, plan, stream) : launch_decode<D, 2, false>(p, plan, stream);
             }
         }
     }
