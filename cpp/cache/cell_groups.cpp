@@ -93,15 +93,21 @@ std::vector<uint32_t> place_tokens(const llama_kv_cells & cells, uint32_t group,
         const uint32_t     offset = uint32_t(token.pos) % group;
         uint32_t           cell   = kNone;
 
-        if (offset != 0) {
-            const auto     it   = last.find(seq);
-            const uint32_t prev = it != last.end() && it->second.first == token.pos - 1
-                                      ? it->second.second
-                                      : find_cell(cells, seq, token.pos - 1);
-            if (prev != kNone) {
-                const uint32_t g = prev / group;
-                if (placement.is_free(g * group + offset) && placement.is_owned_by(g, token.seqs)) {
-                    cell = g * group + offset;
+        // Beside the predecessor: the token before it, or one at the same position (the patches of an image share theirs).
+        uint32_t   prev = kNone;
+        const auto it   = last.find(seq);
+        if (it != last.end() && (it->second.first == token.pos || it->second.first == token.pos - 1)) {
+            prev = it->second.second;
+        } else if (offset != 0) {
+            prev = find_cell(cells, seq, token.pos - 1);
+        }
+        const bool same_pos = it != last.end() && it->second.first == token.pos;
+        if (prev != kNone && (offset != 0 || same_pos)) {
+            const uint32_t g = prev / group;
+            if (placement.is_owned_by(g, token.seqs)) {
+                for (uint32_t j = 0; cell == kNone && j < (same_pos ? group : 1); ++j) {
+                    const uint32_t candidate = g * group + (offset + j) % group;
+                    cell                     = placement.is_free(candidate) ? candidate : kNone;
                 }
             }
         }

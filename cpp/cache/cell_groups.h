@@ -18,7 +18,8 @@ struct TokenRef {
 
 // Cells for the tokens, in order, or an empty vector when they do not fit. A token of sequence set S at position p goes
 //   1. beside its predecessor: into the group that holds p - 1, when p does not start a new group, the offset p % group is free
-//      there and everything in the group belongs to exactly S;
+//      there and everything in the group belongs to exactly S; a token at the same position as the one placed before it (patches
+//      of an image) takes the next free offset of that group;
 //   2. else to a wholly free group, at offset p % group;
 //   3. else (fragmented cache) to any free cell of a group whose content belongs to exactly S.
 // `hint` is the group where the search for a free group starts.

@@ -36,9 +36,10 @@ uint64_t model_fingerprint(const llama_model & model) {
         h                      = hash_bytes(shape, sizeof(shape), h);
     }
 
-    // Fine-tunes share every shape; their weights differ. (A dry run has no weights and saves no state.)
+    // Fine-tunes share every shape; their weights differ. Norms are read because nothing repacks them (a repacked weight cannot
+    // be read back). A dry run has no weights and saves no state.
     for (const auto & [name, tensor] : model.tensors_by_name) {
-        if (name.find("attn_k") == std::string::npos && name.find("ffn_down") == std::string::npos) {
+        if (name.find("norm") == std::string::npos || tensor->ne[1] != 1) {
             continue;
         }
         if (tensor->buffer == nullptr || tensor->data == nullptr || hparams.no_alloc) {

@@ -145,7 +145,7 @@ void kvfold_access::applied(llama_kv_cache & kv, const llama_kv_cache::slot_info
     kvfold_cache &         cache = *kv.kvfold;
     const llama_kv_cells & cells = kv.v_cells[0];
 
-    cache.repair(cells);
+    cache.repair(cells, sinfo.idxs[0]);
 
     llama_kv_cells::seq_set_t seqs;
     for (uint32_t s = 0; s < ubatch.n_seqs_unq; ++s) {

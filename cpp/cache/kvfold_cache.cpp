@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <mutex>
 #include <unordered_map>
+#include <unordered_set>
 
 #include "cache/cell_groups.h"
 #include "cache/graph_nodes.h"
@@ -47,14 +48,15 @@ kvfold_cache * kvfold_cache::find(const ggml_tensor * far_k, size_t & layer) {
     return it->second.first;
 }
 
-void kvfold_cache::repair(const llama_kv_cells & cells) {
+void kvfold_cache::repair(const llama_kv_cells & cells, const std::vector<uint32_t> & reused) {
     if (plan.n_groups == 0) {
         return;
     }
-    const bool removed =
-        std::any_of(plan.cells.begin(), plan.cells.end(), [&](uint32_t c) { return cells.is_empty(c); });
+    const std::unordered_set<uint32_t> next(reused.begin(), reused.end());
+    const bool removed = std::any_of(plan.cells.begin(), plan.cells.end(),
+                                     [&](uint32_t c) { return cells.is_empty(c) || next.count(c) > 0; });
     if (!removed) {
-        return;  // a graph that failed has its tokens removed by the caller; nothing to ask the device otherwise
+        return;  // the graph ran; nothing to ask the device
     }
 
     // The rows of the micro-batch are gone with the graph; the groups are folded without them, which is what they now hold.

@@ -57,8 +57,9 @@ struct kvfold_cache {
     uint64_t far_bytes     = 0;
     uint64_t f16_bytes     = 0;
 
-    // Finishes the folds of `plan` in layers that an aborted graph did not reach. `cells` says which cells the abort removed.
-    void repair(const llama_kv_cells & cells);
+    // Finishes the folds of `plan` in layers that an aborted graph did not reach. After an abort the micro-batch's tokens are
+    // removed, so its cells are empty now or among `reused`, the cells of the next micro-batch.
+    void repair(const llama_kv_cells & cells, const std::vector<uint32_t> & reused);
 
     // The cache that owns a root key tensor, and the layer; null for other tensors. (Attention is built from tensors alone.)
     static kvfold_cache * find(const ggml_tensor * far_k, size_t & layer);

@@ -9,7 +9,7 @@ namespace kvfold {
 
 NearPool::NearPool(const Config & config, uint32_t n_cells)
     : config_(config), row_of_cell_(n_cells, -1), current_row_(n_cells, -1) {
-    cell_of_row_.assign(rows_needed(config), -1);
+    cell_of_row_.assign(rows_needed(config, n_cells), -1);
     clear();
 }
 
@@ -59,12 +59,15 @@ uint32_t NearPool::count_used(const llama_kv_cells & cells) const {
 // A member has an exact row and is not a sink.
 bool NearPool::has_foldable(const llama_kv_cells & cells, uint32_t group_index) const {
     for (uint32_t c = group_index * config_.group; c < (group_index + 1) * config_.group; ++c) {
-        if (!cells.is_empty(c) && cells.pos_get(c) >= llama_pos(config_.sinks) &&
-            (row_of_cell_[c] >= 0 || current_row_[c] >= 0)) {
+        if (!cells.is_empty(c) && is_exact(c) && !is_sink(cells, c)) {
             return true;
         }
     }
     return false;
+}
+
+bool NearPool::is_sink(const llama_kv_cells & cells, uint32_t cell) const {
+    return cells.pos_get(cell) < llama_pos(config_.sinks);
 }
 
 // Every token of the group has left the tail of every sequence that owns it.
@@ -95,15 +98,14 @@ llama_pos NearPool::last_pos(const llama_kv_cells & cells, uint32_t group_index)
     return last;
 }
 
-void NearPool::add_to_plan(const llama_kv_cells & cells, uint32_t group_index, UbatchPlan & plan) {
+void NearPool::add_to_plan(const llama_kv_cells & cells, uint32_t group_index, bool with_sinks, UbatchPlan & plan) {
     plan.fold_entries.push_back(int32_t(group_index));
     for (uint32_t c = group_index * config_.group; c < (group_index + 1) * config_.group; ++c) {
         int32_t src = kSrcHidden;
         if (!cells.is_empty(c)) {
-            const bool exact = current_row_[c] >= 0 || row_of_cell_[c] >= 0;
-            if (!exact) {
+            if (!is_exact(c)) {
                 src = kSrcFar;  // folded before: the group was cut and has been filled up again
-            } else if (cells.pos_get(c) >= llama_pos(config_.sinks)) {
+            } else if (with_sinks || !is_sink(cells, c)) {
                 src = current_row_[c] >= 0 ? src_current(current_row_[c]) : row_of_cell_[c];
             }
         }
@@ -148,15 +150,12 @@ UbatchPlan NearPool::plan(const llama_kv_cells & cells, const std::vector<uint32
     std::sort(candidates.begin(), candidates.end());
     candidates.erase(std::unique(candidates.begin(), candidates.end()), candidates.end());
 
-    // Groups that may still be folded, should rows run short.
-    std::vector<uint32_t> young;
+    std::vector<uint32_t> rest;  // may still be folded, should rows run short
     for (uint32_t g : candidates) {
-        if (has_foldable(cells, g)) {
-            if (is_old(cells, g)) {
-                add_to_plan(cells, g, plan);
-            } else {
-                young.push_back(g);
-            }
+        if (has_foldable(cells, g) && is_old(cells, g)) {
+            add_to_plan(cells, g, false, plan);
+        } else {
+            rest.push_back(g);
         }
     }
 
@@ -179,13 +178,15 @@ UbatchPlan NearPool::plan(const llama_kv_cells & cells, const std::vector<uint32
         settle(g);
     }
 
-    // In a fragmented cache a group can mix old and young tokens and hold rows for longer than the policy counts on. Then the
-    // oldest of the young groups are folded before their time: less exact for a while, but no request fails.
+    // Rows can run short where the policy's count does not hold: a fragmented cache whose groups mix old and young tokens, an
+    // image among the first tokens (its patches share one position, so they all count as sinks). Then the oldest of the other
+    // groups are folded before their time: less exact for a while, but no request fails.
     if (n_unfolded > free_rows_.size()) {
-        std::stable_sort(young.begin(), young.end(),
+        std::stable_sort(rest.begin(), rest.end(),
                          [&](uint32_t a, uint32_t b) { return last_pos(cells, a) < last_pos(cells, b); });
-        for (size_t i = 0; i < young.size() && n_unfolded > free_rows_.size(); ++i) {
-            add_to_plan(cells, young[i], plan);
+        std::stable_partition(rest.begin(), rest.end(), [&](uint32_t g) { return has_foldable(cells, g); });
+        for (size_t i = 0; i < rest.size() && n_unfolded > free_rows_.size(); ++i) {
+            add_to_plan(cells, rest[i], true, plan);
             settle(plan.n_groups - 1);
         }
     }
@@ -194,7 +195,7 @@ UbatchPlan NearPool::plan(const llama_kv_cells & cells, const std::vector<uint32
     for (size_t i = 0; i < own.size(); ++i) {
         if (!folded[i]) {
             plan.store_dst[i] = assign(own[i]);
-            GGML_ASSERT(plan.store_dst[i] >= 0);  // only sinks cannot be folded, and they have rows of their own
+            GGML_ASSERT(plan.store_dst[i] >= 0);  // all that is exact could have been folded
         }
         current_row_[own[i]] = -1;
     }

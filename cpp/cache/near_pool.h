@@ -1,6 +1,7 @@
 // Which rows are exact, and what a micro-batch folds. Host side only: decides; the graph's fold and store nodes execute.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
@@ -35,8 +36,8 @@ class NearPool {
 
     NearPool(const Config & config, uint32_t n_cells);
 
-    static uint32_t rows_needed(const Config & config) {
-        return config.n_seq_max * (config.tail + config.group - 1 + config.sinks);
+    static uint32_t rows_needed(const Config & config, uint32_t n_cells) {
+        return std::min(n_cells, config.n_seq_max * (config.tail + config.group - 1 + config.sinks));
     }
 
     uint32_t n_rows() const { return uint32_t(cell_of_row_.size()); }
@@ -64,10 +65,12 @@ class NearPool {
 
   private:
     void      release(uint32_t cell);
+    bool      is_exact(uint32_t cell) const { return current_row_[cell] >= 0 || row_of_cell_[cell] >= 0; }
+    bool      is_sink(const llama_kv_cells & cells, uint32_t cell) const;
     bool      has_foldable(const llama_kv_cells & cells, uint32_t group_index) const;
     bool      is_old(const llama_kv_cells & cells, uint32_t group_index) const;
     llama_pos last_pos(const llama_kv_cells & cells, uint32_t group_index) const;
-    void      add_to_plan(const llama_kv_cells & cells, uint32_t group_index, UbatchPlan & plan);
+    void      add_to_plan(const llama_kv_cells & cells, uint32_t group_index, bool with_sinks, UbatchPlan & plan);
 
     Config               config_;
     std::vector<int32_t> row_of_cell_;

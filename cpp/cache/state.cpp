@@ -366,7 +366,7 @@ void kvfold_access::state_read(llama_kv_cache & kv, llama_io_read_i & io, llama_
     }
 
     // 3. Nothing fails from here on.
-    cache.repair(cells);
+    cache.repair(cells, {});
     cache.plan = {};
     if (seq_id < 0) {
         kv.clear(false);

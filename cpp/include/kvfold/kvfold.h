@@ -51,10 +51,10 @@ struct kvfold_config {
 /* What a context's cache holds. Bytes are allocated bytes, everything included. */
 struct kvfold_stats {
     struct kvfold_config config;
-    uint64_t             bytes; /* far + side + near + swa */
+    uint64_t             bytes; /* allocated: far + side + near + swa, and padding between them */
     uint64_t f16_bytes;  /* what an f16 cache of the same context takes: K and V rows of n_ctx tokens (+ windows) */
     uint64_t far_bytes;  /* FP4 rows */
-    uint64_t side_bytes; /* summaries, spreads, gains */
+    uint64_t side_bytes; /* summaries, spreads, plan numbers */
     uint64_t near_bytes; /* exact rows */
     uint64_t swa_bytes;  /* sliding-window layers */
     uint32_t n_cells;    /* physical cells: tokens that fit, plus room for partial groups */
