@@ -58,8 +58,10 @@ def test_reported_is_allocated(tiny_path, config: str, name: str) -> None:
     assert result["ok"], result
     reported, grown = result["stats"]["bytes"], result["resident_growth"]
     assert reported > 30e6
-    # What is left is the compute buffer's used pages and small objects.
-    assert reported - 1e6 <= grown <= reported + 8e6
+    # What is left: the host's cell tables (llama.cpp's 52 bytes a cell, kvfold's 8; an f16 context grows by the former
+    # too), the compute buffer's used pages and small objects.
+    tables = 131072 * (52 + 8)
+    assert reported - 1e6 <= grown <= reported + tables + 3e6
 
 
 @pytest.mark.parametrize("config", FOLDED)
