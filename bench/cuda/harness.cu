@@ -867,7 +867,9 @@ int main(int argc, char ** argv) {
             check_attend_all(what == "quick", device);
             std::printf("%s: %d failed\n", what.c_str(), n_failed);
         } else if (what == "time" || what == "time-decode" || what == "time-fold" || what == "time-prefill") {
-            const auto wanted = [&](const char * part) { return what == "time" || what == std::string("time-") + part; };
+            const auto wanted = [&](const char * part) {
+                return what == "time" || what == std::string("time-") + part;
+            };
             if (wanted("decode")) {
                 time_decode(device);
             }

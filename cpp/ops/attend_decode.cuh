@@ -26,10 +26,10 @@ constexpr int kDecodeTile = 32;  // cells a warp handles at a time
 // Warps a block, which fills a multiprocessor: as many as there are registers, or shared memory, for. `nb`: blocks of 8 columns;
 // `small`: with 64 KiB of shared memory.
 __host__ __device__ constexpr int decode_warps(int dim, int nb, bool small) {
-    return dim == 64               ? (nb == 1 ? 16 : 12)
-           : dim == 256            ? (small ? 4 : 8)
-           : (nb == 1 && !small)   ? KVFOLD_DECODE_WARPS
-                                   : 8;
+    return dim == 64             ? (nb == 1 ? 16 : 12)
+           : dim == 256          ? (small ? 4 : 8)
+           : (nb == 1 && !small) ? KVFOLD_DECODE_WARPS
+                                 : 8;
 }
 
 template <int D, int NB, int WARPS>
@@ -42,10 +42,11 @@ struct DecodeShape {
     static constexpr int threads     = 32 * warps;
     // are there registers to load keys and values of near rows together?
     static constexpr bool early_values = warps <= 12;
-    static constexpr int q_stride    = D + 8;   // halves of a query in shared memory; the padding spreads queries over banks
-    static constexpr int acc_stride  = 64 + 4;  // floats of a column in shared memory, likewise
-    static constexpr int  q_words     = columns * q_stride / 2;
-    static constexpr int  far_stride  = FarRows<D>::stride;
+    static constexpr int  q_stride =
+        D + 8;  // halves of a query in shared memory; the padding spreads queries over banks
+    static constexpr int acc_stride = 64 + 4;  // floats of a column in shared memory, likewise
+    static constexpr int q_words    = columns * q_stride / 2;
+    static constexpr int far_stride = FarRows<D>::stride;
 
     // Dynamic shared memory, words: the queries, then each warp's tile (keys, values, summaries), or what merging needs.
     static constexpr int tile_words(int group) { return (2 * kDecodeTile + kDecodeTile / group) * far_stride; }
@@ -215,8 +216,8 @@ __device__ __forceinline__ void attend_exact(const AttendParams & p, int head, i
     for (int nb = 0; nb < NB; ++nb) {
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
-            s[nb][c] = mask_score(p, s[nb][c], cell0 + r + 8 * (c >> 1), none[c >> 1],
-                                  column0 + 8 * nb + 2 * t + (c & 1));
+            s[nb][c] =
+                mask_score(p, s[nb][c], cell0 + r + 8 * (c >> 1), none[c >> 1], column0 + 8 * nb + 2 * t + (c & 1));
         }
         top[nb][0] = fmaxf(s[nb][0], s[nb][2]);
         top[nb][1] = fmaxf(s[nb][1], s[nb][3]);
@@ -231,9 +232,10 @@ __device__ __forceinline__ void attend_exact(const AttendParams & p, int head, i
 
 // grid: x KV head, y split, z block of 8 * NB columns. Column c of a KV head is query c / gqa, head c % gqa of the group.
 template <int D, int NB, int WARPS>
-__global__ void __launch_bounds__(DecodeShape<D, NB, WARPS>::threads, 1) attend_decode(const __grid_constant__ AttendParams p) {
-    using S          = DecodeShape<D, NB, WARPS>;
-    constexpr int KW = S::key_words, VW = S::value_words, MT = 4 * VW;
+__global__ void __launch_bounds__(DecodeShape<D, NB, WARPS>::threads, 1)
+    attend_decode(const __grid_constant__ AttendParams p) {
+    using S              = DecodeShape<D, NB, WARPS>;
+    constexpr int     KW = S::key_words, VW = S::value_words, MT = 4 * VW;
     extern __shared__ __align__(16) uint32_t shared[];
     __shared__ float2                        shared_ml[S::warps][8];
     __shared__ uint64_t                      exact_rounds[S::warps];
@@ -246,7 +248,7 @@ __global__ void __launch_bounds__(DecodeShape<D, NB, WARPS>::threads, 1) attend_
     // Tiles are dealt out from the last, where near and current rows are, to the first. After the first round the order of
     // the warps is reversed, so that those with these slow tiles are not the ones which get one more.
     const int n_tiles = (p.n_kv + kDecodeTile - 1) / kDecodeTile;
-    const int step = p.n_split * S::warps;
+    const int step    = p.n_split * S::warps;
     auto      tile_of = [&](int w, int round) {
         const int me = w * p.n_split + int(blockIdx.y);
         return n_tiles - 1 - (round == 0 ? me : round * step + step - 1 - me);
@@ -254,10 +256,10 @@ __global__ void __launch_bounds__(DecodeShape<D, NB, WARPS>::threads, 1) attend_
 
     // The warp's tile in shared memory, and how it gets there. The keys and summaries of a tile are one commit, its values
     // another; keys are requested before values, so there is always one younger commit than the one waited for.
-    const int          row1 = p.n_head_kv * S::row_words, in_row = head * S::row_words;  // words
-    const int          n_sums = kDecodeTile >> p.group_shift;
-    uint32_t * const   keys   = shared + S::q_words + warp * (2 * kDecodeTile + n_sums) * S::far_stride;
-    uint32_t * const   values = keys + kDecodeTile * S::far_stride, *const sums = values + kDecodeTile * S::far_stride;
+    const int        row1 = p.n_head_kv * S::row_words, in_row = head * S::row_words;  // words
+    const int        n_sums = kDecodeTile >> p.group_shift;
+    uint32_t * const keys   = shared + S::q_words + warp * (2 * kDecodeTile + n_sums) * S::far_stride;
+    uint32_t *const values = keys + kDecodeTile * S::far_stride, *const sums = values + kDecodeTile * S::far_stride;
     const FarCopy<D>   copy(lane);
     const RowPlace<KW> key_place(t, t & 1);
     const RowPlace<VW> value_place(r, false);
@@ -293,7 +295,7 @@ __global__ void __launch_bounds__(DecodeShape<D, NB, WARPS>::threads, 1) attend_
 #pragma unroll 1
     for (int j = warp; j < S::columns; j += S::warps) {
         const int     column = column0 + j, query = column_query(p, column), h = head * p.gqa + column - query * p.gqa;
-        const float * from   = p.q + query * p.q_stride_query + h * p.q_stride_head;
+        const float * from = p.q + query * p.q_stride_query + h * p.q_stride_head;
         float         x[D / 32];
 #pragma unroll
         for (int i = 0; i < D / 32; ++i) {
@@ -311,7 +313,8 @@ __global__ void __launch_bounds__(DecodeShape<D, NB, WARPS>::threads, 1) attend_
     for (int nb = 0; nb < NB; ++nb) {
 #pragma unroll
         for (int w = 0; w < KW; ++w) {
-            const uint4 x = *reinterpret_cast<const uint4 *>(q_rows + (8 * nb + r) * S::q_stride + 8 * (t * KW + (KW > 1 ? w ^ (t & 1) * (KW / 2) : w)));
+            const uint4 x = *reinterpret_cast<const uint4 *>(q_rows + (8 * nb + r) * S::q_stride +
+                                                             8 * (t * KW + (KW > 1 ? w ^ (t & 1) * (KW / 2) : w)));
             q[nb][w][0] = x.x, q[nb][w][1] = x.y, q[nb][w][2] = x.z, q[nb][w][3] = x.w;
         }
     }
@@ -373,8 +376,8 @@ __global__ void __launch_bounds__(DecodeShape<D, NB, WARPS>::threads, 1) attend_
 #pragma unroll
                     for (int c = 0; c < 4; ++c) {
                         const int j = 16 * i + r + 8 * (c >> 1);
-                        s[i][nb][c] = mask_score(p, s[i][nb][c], cell0 + j, others >> j & 1u,
-                                                 column0 + 8 * nb + 2 * t + (c & 1));
+                        s[i][nb][c] =
+                            mask_score(p, s[i][nb][c], cell0 + j, others >> j & 1u, column0 + 8 * nb + 2 * t + (c & 1));
                     }
                 }
             }
@@ -518,8 +521,8 @@ __global__ void __launch_bounds__(DecodeShape<D, NB, WARPS>::threads, 1) attend_
     const size_t rows   = size_t(p.n_q) * p.n_head;
     for (int i = warp; i < shares * n_own; i += S::warps) {
         const int    column = column0 + i % n_own, query = column_query(p, column);
-        const size_t row    = size_t(query) * p.n_head + head * p.gqa + column - query * p.gqa;
-        const float2 ml     = merge_splits<D>(p, row, rows, i / n_own, shares, acc + i * D, lane);
+        const size_t row = size_t(query) * p.n_head + head * p.gqa + column - query * p.gqa;
+        const float2 ml  = merge_splits<D>(p, row, rows, i / n_own, shares, acc + i * D, lane);
         if (lane == 0) {
             (&shared_ml[0][0])[i] = ml;
         }
@@ -527,7 +530,7 @@ __global__ void __launch_bounds__(DecodeShape<D, NB, WARPS>::threads, 1) attend_
     __syncthreads();
     for (int e = threadIdx.x; e < n_own * D; e += S::threads) {
         const int j = e / D, d = e % D, column = column0 + j, query = column_query(p, column);
-        const int h = head * p.gqa + column - query * p.gqa;
+        const int h     = head * p.gqa + column - query * p.gqa;
         float     total = 0.0f, l = 0.0f;
         for (int i = j; i < shares * n_own; i += n_own) {
             total += acc[i * D + d];

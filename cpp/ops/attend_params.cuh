@@ -43,10 +43,10 @@ struct AttendParams {
     int32_t          n_kv;
     int32_t          n_split;
     int32_t          arrival_slot;  // of the counters by which the last split merges; negative: another launch merges
-    int32_t          group_shift;  // log2 of the cells a group
-    float            q_scale;      // applied to queries when they become f16
-    float            score_scale;  // applied to q . k afterwards; the result is in base-2 units unless soft-capped
-    float            softcap;      // 0: none
+    int32_t          group_shift;   // log2 of the cells a group
+    float            q_scale;       // applied to queries when they become f16
+    float            score_scale;   // applied to q . k afterwards; the result is in base-2 units unless soft-capped
+    float            softcap;       // 0: none
 };
 
 // Query of a column of a KV head.

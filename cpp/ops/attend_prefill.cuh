@@ -131,15 +131,15 @@ __global__ void __launch_bounds__(S::threads, 1) attend_prefill(const __grid_con
     }
 
     // --- the next tile: from memory to registers, from there to shared memory ---
-    const int  word = threadIdx.x % S::words, cell_first = threadIdx.x / S::words * C;
+    const int      word = threadIdx.x % S::words, cell_first = threadIdx.x / S::words * C;
     const uint32_t scale_select = 0x4440u + uint32_t((word >> 1) & 3);
-    const int  in_row = head * row_words + (word >> 3) * kBlockWords, value_at = 1 + (word & 7);
-    const int  row_step = p.n_head_kv * row_words;
-    int        src[C];
-    uint32_t   key[C], key_scale[C], value[C], value_scale[C], sum[C / 2], sum_scale[C / 2];
-    uint4      mask[S::mask_chunks];
-    const int  query0 = row0 / p.gqa, n_queries = min(row0 + S::rows - 1, n_columns - 1) / p.gqa - query0 + 1;
-    const bool wide_mask =
+    const int      in_row = head * row_words + (word >> 3) * kBlockWords, value_at = 1 + (word & 7);
+    const int      row_step = p.n_head_kv * row_words;
+    int            src[C];
+    uint32_t       key[C], key_scale[C], value[C], value_scale[C], sum[C / 2], sum_scale[C / 2];
+    uint4          mask[S::mask_chunks];
+    const int      query0 = row0 / p.gqa, n_queries = min(row0 + S::rows - 1, n_columns - 1) / p.gqa - query0 + 1;
+    const bool     wide_mask =
         p.mask != nullptr && p.mask_stride % 8 == 0 && (reinterpret_cast<uintptr_t>(p.mask) & 15) == 0;
 
     auto request = [&](int tile) {

@@ -129,8 +129,8 @@ __device__ __forceinline__ void tile_scores(float (&s)[2][NB][4], float (&sg)[NB
 
 // Scores of 8 more summaries.
 template <int D, int NB>
-__device__ __forceinline__ void summary_scores(float (&sg)[NB][4], const uint32_t * sums, const RowPlace<D / 32> & place,
-                                               const uint32_t (&q)[NB][D / 32][4]) {
+__device__ __forceinline__ void summary_scores(float (&sg)[NB][4], const uint32_t * sums,
+                                               const RowPlace<D / 32> & place, const uint32_t (&q)[NB][D / 32][4]) {
     const uint32_t scales = sums[place.scales];
 #pragma unroll
     for (int w = 0; w < D / 32; ++w) {
@@ -180,7 +180,7 @@ __device__ __forceinline__ void add_values(float (&o)[NB][D / 16][4], const uint
         for (int u = 0; u < 2; ++u) {
             // the word's scale of one row into byte 0, of the other into byte 2
             const uint32_t select = 0x4400u + 0x1111u * (place.scale(w) & 3u);
-            scale[u] = (__byte_perm(scales[2 * u], scales[2 * u + 1], select) & 0x00FF00FFu) * 128u;
+            scale[u]              = (__byte_perm(scales[2 * u], scales[2 * u + 1], select) & 0x00FF00FFu) * 128u;
         }
         uint32_t word[4];
 #pragma unroll
@@ -236,7 +236,7 @@ __device__ __forceinline__ void load_exact(Octet (&x)[W], const ExactRows & rows
         for (int w = 0; w < W; ++w) {
             const half * from = row + word_channel(first + (w ^ swap));
             const uint2  lo   = __ldg(reinterpret_cast<const uint2 *>(from)),
-                        hi    = __ldg(reinterpret_cast<const uint2 *>(from + 8));
+                         hi   = __ldg(reinterpret_cast<const uint2 *>(from + 8));
             x[w]              = {lo.x, lo.y, hi.x, hi.y};
         }
     } else if (src <= kSrcCurrentBase) {
@@ -244,8 +244,8 @@ __device__ __forceinline__ void load_exact(Octet (&x)[W], const ExactRows & rows
 #pragma unroll
         for (int w = 0; w < W; ++w) {
             const float * from = row + word_channel(first + (w ^ swap));
-            x[w]               = {pack_half2(__ldg(from), __ldg(from + 1)), pack_half2(__ldg(from + 2), __ldg(from + 3)),
-                                  pack_half2(__ldg(from + 8), __ldg(from + 9)), pack_half2(__ldg(from + 10), __ldg(from + 11))};
+            x[w] = {pack_half2(__ldg(from), __ldg(from + 1)), pack_half2(__ldg(from + 2), __ldg(from + 3)),
+                    pack_half2(__ldg(from + 8), __ldg(from + 9)), pack_half2(__ldg(from + 10), __ldg(from + 11))};
         }
     }
 }
@@ -261,10 +261,10 @@ __device__ __forceinline__ void exact_key_scores(float (&s)[NB][4], const Octet 
 #pragma unroll
         for (int j = 0; j < 4; j += 2) {
             const uint32_t select = j ? 0x5410 : 0x7632;
-            const uint32_t a0 = mul_half2(__byte_perm(lo[w].c, lo[w].d, select), kHalfUnit2),
-                           a1 = mul_half2(__byte_perm(hi[w].c, hi[w].d, select), kHalfUnit2),
-                           a2 = mul_half2(__byte_perm(lo[w].a, lo[w].b, select), kHalfUnit2),
-                           a3 = mul_half2(__byte_perm(hi[w].a, hi[w].b, select), kHalfUnit2);
+            const uint32_t a0     = mul_half2(__byte_perm(lo[w].c, lo[w].d, select), kHalfUnit2),
+                           a1     = mul_half2(__byte_perm(hi[w].c, hi[w].d, select), kHalfUnit2),
+                           a2     = mul_half2(__byte_perm(lo[w].a, lo[w].b, select), kHalfUnit2),
+                           a3     = mul_half2(__byte_perm(hi[w].a, hi[w].b, select), kHalfUnit2);
 #pragma unroll
             for (int nb = 0; nb < NB; ++nb) {
                 mma_16x8x16(s[nb], a0, a1, a2, a3, q[nb][w][j], q[nb][w][j + 1]);

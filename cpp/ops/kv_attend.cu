@@ -42,10 +42,10 @@ Plan make_plan(const AttendArgs & a, const CudaDevice & device) {
         const int split = room < 1 ? 1 : room < most ? room : most;
         p.n_split       = ceil_div(tiles, ceil_div(tiles, split));
     } else {
-        p.blocks           = columns > 8 && dim <= 128 ? 2 : 1;
-        p.z                = ceil_div(columns, 8 * p.blocks);
-        const int shares   = a.mem.n_head_kv * p.z, warps = device::decode_warps(dim, p.blocks, device.arch < 80);
-        const int most     = ceil_div(ceil_div(a.n_kv, device::kDecodeTile), warps);  // with a tile for every warp
+        p.blocks         = columns > 8 && dim <= 128 ? 2 : 1;
+        p.z              = ceil_div(columns, 8 * p.blocks);
+        const int shares = a.mem.n_head_kv * p.z, warps = device::decode_warps(dim, p.blocks, device.arch < 80);
+        const int most = ceil_div(ceil_div(a.n_kv, device::kDecodeTile), warps);  // with a tile for every warp
         // One wave of blocks; more where that would leave multiprocessors without work and there is enough of it.
         p.n_split = 1;
         int busy  = 0;  // of 1000 multiprocessors
