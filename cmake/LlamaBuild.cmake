@@ -46,7 +46,7 @@ function(kvfold_add_sources target)
     set(warnings ${KVFOLD_WARNINGS})
     foreach(file IN LISTS ARGN)
         if(file MATCHES "\\.cu$")
-            set(warnings "SHELL:-Xcompiler -Wall,-Wextra")
+            set(warnings "-Xcompiler=-Wall,-Wextra")
         endif()
     endforeach()
     set_source_files_properties(${ARGN} TARGET_DIRECTORY ${target} PROPERTIES
@@ -72,6 +72,7 @@ kvfold_add_sources(llama ${kvfold_cache})
 kvfold_add_sources(llama-common ${kvfold_cli})
 if(GGML_CUDA)
     kvfold_add_sources(ggml-cuda ${kvfold_cuda})
+    target_include_directories(ggml-cuda PRIVATE "${KVFOLD_LLAMA_TREE}/ggml/src/ggml-cuda")  # common.cuh
 endif()
 
 # The patched files of llama.cpp include our headers, so whole targets see them.
