@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <cstring>
+#include <map>
+#include <string>
 #include <vector>
 
 #include "ggml-backend.h"
@@ -36,10 +38,18 @@ uint64_t model_fingerprint(const llama_model & model) {
         h                      = hash_bytes(shape, sizeof(shape), h);
     }
 
-    // Fine-tunes share every shape; their weights differ. Norms are read because nothing repacks them (a repacked weight cannot
-    // be read back). A dry run has no weights and saves no state.
+    // Name, origin, version: fine-tunes share every shape and perhaps most weights.
+    for (const auto & [key, value] : std::map<std::string, std::string>(model.gguf_kv.begin(), model.gguf_kv.end())) {
+        if (key.rfind("general.", 0) == 0) {
+            h = hash_bytes(value.data(), value.size(), hash_bytes(key.data(), key.size(), h));
+        }
+    }
+
+    // Token embeddings and norms are read because nothing repacks them (a repacked weight cannot be read back). A dry run has no
+    // weights and saves no state.
     for (const auto & [name, tensor] : model.tensors_by_name) {
-        if (name.find("norm") == std::string::npos || tensor->ne[1] != 1) {
+        const bool norm = name.find("norm") != std::string::npos && tensor->ne[1] == 1;
+        if (!norm && name != "token_embd.weight") {
             continue;
         }
         if (tensor->buffer == nullptr || tensor->data == nullptr || hparams.no_alloc) {
