@@ -177,6 +177,12 @@ class Llama(llama_cpp.Llama):
         if folds:
             assert config is not None
             require_fit(header, config.kv_type)
+            if n_ctx == 0:
+                # Upstream reads 0 as "what the model was trained with": far more than anybody may have meant.
+                raise ValueError(
+                    f"n_ctx=0 with kv_type={config.kv_type!r}: give the number of tokens the cache is for; this model "
+                    f"was trained with {header.arch('context_length')}"
+                )
         if n_gpu_layers == 0 and not kwargs.get("vocab_only") and type_k == type_v:
             require_memory(header, n_ctx, config.kv_type if config is not None else _TYPE_NAMES.get(type_k or 1, "f16"))
         self._warn_about_memory(header, n_ctx, logits_all)

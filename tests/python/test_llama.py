@@ -228,10 +228,12 @@ def test_logits_of_a_long_context_are_announced(
 # -- results -----------------------------------------------------------------------------------------------------------
 
 
-def test_zero_context_means_the_models(make_llm: Callable[..., Any], tiny_folder: Path, smollm2_path: Path) -> None:
+def test_zero_context(make_llm: Callable[..., Any], tiny_folder: Path, smollm2_path: Path) -> None:
     path = tiny_models.write(tiny_folder / "short.gguf", tiny_models.Shape(seed=41))
-    llm = make_llm(path, n_ctx=0, kv_type="fp4_csa2")
-    assert llm.n_ctx() == 32768
+    with pytest.raises(ValueError, match=r"n_ctx=0 with kv_type='fp4_csa2'.*32768"):
+        make_llm(path, n_ctx=0, kv_type="fp4_csa2")
+    assert make_llm(path, n_ctx=0).n_ctx() == 32768  # upstream's meaning: what the model was trained with
+    llm = make_llm(path, n_ctx=32768, kv_type="fp4_csa2")
     assert llm.kv.bytes < 0.34 * llm.kv.f16_bytes
 
 
