@@ -12,7 +12,8 @@ endif()
 
 file(GLOB kvfold_register CONFIGURE_DEPENDS "${kvfold_cpp}/bindings/register_*.cpp")
 pybind11_add_module(_core MODULE NO_EXTRAS "${kvfold_cpp}/bindings/module.cpp" ${kvfold_register})
-target_include_directories(_core PRIVATE "${kvfold_cpp}" "${kvfold_cpp}/include")
+# llama.cpp's source directory: its memory report is in a header that it does not install.
+target_include_directories(_core PRIVATE "${kvfold_cpp}" "${kvfold_cpp}/include" "$<TARGET_PROPERTY:llama,SOURCE_DIR>")
 target_compile_options(_core PRIVATE ${KVFOLD_WARNINGS})
 target_link_libraries(_core PRIVATE llama)
 if(GGML_BACKEND_DL)

@@ -9,6 +9,7 @@ namespace kvfold {
 void register_build(py::module_ & m);
 void register_config(py::module_ & m);
 void register_format(py::module_ & m);
+void register_memory(py::module_ & m);
 void register_ops(py::module_ & m);
 void register_stats(py::module_ & m);
 
@@ -27,6 +28,9 @@ PYBIND11_MODULE(_core, m, py::mod_gil_not_used()) {
 #endif
 #ifdef KVFOLD_HAVE_REGISTER_CONFIG
     kvfold::register_config(m);
+#endif
+#ifdef KVFOLD_HAVE_REGISTER_MEMORY
+    kvfold::register_memory(m);
 #endif
 #ifdef KVFOLD_HAVE_REGISTER_STATS
     kvfold::register_stats(m);

@@ -38,6 +38,13 @@ def context_stats(ctx: int) -> dict[str, Any] | None:
     ``folded_tokens``, ``folds``, ``backend``.
     """
 
+def memory_breakdown(ctx: int) -> list[dict[str, Any]]:
+    """Memory of the ``llama_context`` at this address, one dict per buffer type.
+
+    Keys: ``buffer``, ``device`` (names), ``host`` (bool), and the bytes of weights (``model``), caches (``context``)
+    and scratch (``compute``). Of a model loaded with ``no_alloc``: what would be allocated.
+    """
+
 def fp4_encode(x: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
     """FP4 rows of f32 rows; the last axis is a multiple of 64 channels."""
 

@@ -57,6 +57,17 @@ def recording() -> Iterator[LogRecorder]:
             _recorders.remove(recorder)
 
 
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Print nothing of what llama.cpp logs inside the block (recorders still hear it)."""
+    before = _logger.logger.level
+    _logger.logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        _logger.logger.setLevel(before)
+
+
 def _receive(level: int, text: bytes, _user_data: object) -> None:
     line = text.decode("utf-8", errors="replace")
     effective = getattr(_last_level, "value", _INFO) if level == _CONTINUED else level

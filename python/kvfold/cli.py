@@ -11,7 +11,9 @@ from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 from . import __version__
-from .config import GROUPS, SWA_TYPES, KvConfig, kv_type_names
+from .commands import plan
+from .commands.options import MODEL_HELP, add_kv_options, kv_settings, positive
+from .config import KvConfig
 from .models import MODELS, ModelError, pull, resolve
 
 if TYPE_CHECKING:
@@ -36,10 +38,7 @@ def demo_document() -> str:
 
 
 def _config(arguments: argparse.Namespace) -> KvConfig:
-    settings = {
-        name: getattr(arguments, name) for name in ("kv_type", "kv_group", "kv_tail", "kv_sinks", "kv_swa_type")
-    }
-    return KvConfig.from_kwargs(**settings)
+    return KvConfig.from_kwargs(**kv_settings(arguments))
 
 
 def _load(path: str, config: KvConfig, arguments: argparse.Namespace) -> Llama:
@@ -212,37 +211,16 @@ def _serve(arguments: argparse.Namespace) -> None:
     _launch.server()
 
 
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text}: must be 1 or more")
-    return value
-
-
-def _add_kv_options(parser: argparse.ArgumentParser, default: str) -> None:
-    group = parser.add_argument_group("key/value cache")
-    names = ", ".join(kv_type_names())
-    group.add_argument("--kv-type", default=default, metavar="TYPE", help=f"{names} (default: {default})")
-    group.add_argument("--kv-group", type=int, metavar="N", help=f"tokens per group: {_groups_text()}")
-    group.add_argument("--kv-tail", type=int, metavar="N", help="most recent tokens kept exact (default: 128)")
-    group.add_argument("--kv-sinks", type=int, metavar="N", help="first tokens kept exact (default: 4)")
-    group.add_argument("--kv-swa-type", metavar="TYPE", help=f"sliding-window layers: {', '.join(SWA_TYPES)}")
-
-
-def _groups_text() -> str:
-    return "; ".join(f"{name} {', '.join(map(str, sorted(sizes)))}" for name, sizes in GROUPS.items())
-
-
 def _add_model_options(parser: argparse.ArgumentParser, context: int) -> None:
     parser.add_argument(
         "-c", "--ctx-size", type=int, default=context, metavar="N", help=f"context (default: {context})"
     )
-    parser.add_argument("-t", "--threads", type=_positive, metavar="N", help="threads (default: physical cores)")
+    parser.add_argument("-t", "--threads", type=positive, metavar="N", help="threads (default: physical cores)")
     parser.add_argument("-ngl", "--gpu-layers", type=int, default=0, metavar="N", help="layers on the GPU (-1: all)")
 
 
 def _add_sampling_options(parser: argparse.ArgumentParser, max_tokens: int, temperature: float) -> None:
-    parser.add_argument("-n", "--max-tokens", type=_positive, default=max_tokens, metavar="N", help="longest answer")
+    parser.add_argument("-n", "--max-tokens", type=positive, default=max_tokens, metavar="N", help="longest answer")
     parser.add_argument("--temperature", type=float, default=temperature, metavar="T", help="0 is greedy")
     parser.add_argument("--seed", type=int, metavar="N", help="random seed")
     parser.add_argument("--json", action="store_true", help="report as JSON on stdout")
@@ -270,15 +248,15 @@ def _parser() -> argparse.ArgumentParser:
         help="ask a small model about a long text",
         description="Fetch SmolLM2-135M, ask it about a text of some 3000 tokens, and show what the cache takes.",
     )
-    _add_kv_options(sub, "fp4_csa2")
+    add_kv_options(sub, "fp4_csa2")
     _add_model_options(sub, DEMO_CONTEXT)
     _add_sampling_options(sub, 64, 0.0)
     sub.set_defaults(action=_demo)
 
     sub = commands.add_parser("run", help="ask a model, or talk to it", description="Ask a model, or talk to it.")
-    sub.add_argument("model", help=f"a GGUF file, or one of {', '.join(MODELS)}")
+    sub.add_argument("model", help=MODEL_HELP)
     sub.add_argument("-p", "--prompt", help="one question; without it a conversation starts")
-    _add_kv_options(sub, "fp4_csa2")
+    add_kv_options(sub, "fp4_csa2")
     _add_model_options(sub, _DEFAULT_CONTEXT)
     _add_sampling_options(sub, 512, 0.2)
     sub.set_defaults(action=_run)
@@ -288,10 +266,13 @@ def _parser() -> argparse.ArgumentParser:
         help="serve the OpenAI API with llama-server",
         description="Start llama-server; options after -- go to it unchanged.",
     )
-    sub.add_argument("model", help=f"a GGUF file, or one of {', '.join(MODELS)}")
-    _add_kv_options(sub, "fp4_csa2")
+    sub.add_argument("model", help=MODEL_HELP)
+    add_kv_options(sub, "fp4_csa2")
     _add_model_options(sub, _DEFAULT_CONTEXT)
     sub.set_defaults(action=_serve)
+
+    for command in (plan,):
+        command.add(commands)
     return parser
 
 

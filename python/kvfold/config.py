@@ -283,6 +283,11 @@ _FIELD_OF_SETTING = {
 _SETTING_OF_FIELD = {field: setting for setting, field in _FIELD_OF_SETTING.items()}
 
 
+def setting_names() -> list[str]:
+    """The names of all settings this version honours."""
+    return list(_FIELD_OF_SETTING)
+
+
 def check_setting_name(name: str) -> None:
     """Accept the name of a setting this version honours.
 

@@ -238,7 +238,7 @@ class Llama(llama_cpp.Llama):
         finally:
             if config is not None and config.folds:
                 _core.scope_pop()
-        self._kv_sizes = _announced_sizes(log)
+        self._kv_sizes = _exact(_announced_sizes(log), _core.memory_breakdown(self._ctx.ctx))
         self._fit_buffers()
         if config is not None and config.folds and _core.context_stats(self._ctx.ctx) is None:
             raise RuntimeError(f"kv_type={config.kv_type!r} was not applied by the runtime")
@@ -585,6 +585,16 @@ def _announced_sizes(log: LogRecorder) -> dict[str, Any]:
         "f16_bytes": round(f16 * 2**20),
         "backend": "/".join(backends) or "CPU",
     }
+
+
+def _exact(announced: dict[str, Any], buffers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """The announced sizes with the rounding undone, where the context holds nothing but this cache."""
+    held = sum(int(buffer["context"]) for buffer in buffers)
+    size = announced["bytes"]
+    # At most four figures, each rounded to 0.01 MiB.
+    if size and abs(held - size) <= 4 * 0.005 * 2**20:
+        announced = {**announced, "bytes": held, "f16_bytes": round(announced["f16_bytes"] * held / size)}
+    return announced
 
 
 _byte_pointer: Any = ctypes.POINTER(ctypes.c_uint8)

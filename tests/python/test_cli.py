@@ -37,7 +37,7 @@ def test_version(environment: dict[str, str]) -> None:
     assert result.returncode == 0
 
 
-@pytest.mark.parametrize("command", ["pull", "demo", "run", "serve"])
+@pytest.mark.parametrize("command", ["pull", "demo", "run", "serve", "plan"])
 def test_help(environment: dict[str, str], command: str) -> None:
     result = run(environment, command, "--help")
     assert result.returncode == 0
@@ -46,7 +46,8 @@ def test_help(environment: dict[str, str], command: str) -> None:
 
 ERRORS: list[tuple[list[str], list[str]]] = [
     ([], ["COMMAND"]),
-    (["plan"], ["plan", "pull", "demo", "run", "serve"]),
+    (["paint"], ["paint", "plan", "pull", "demo", "run", "serve"]),
+    (["plan"], ["model"]),
     (["pull", "smollm"], ["smollm", "smollm2"]),
     (["demo", "--kv-type", "fp5"], ["kv_type", "fp5", "fp4_csa2"]),
     (["demo", "--kv-typ"], ["--kv-typ"]),

@@ -1,0 +1,87 @@
+"""Options that several commands share, and how their values are read."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+from ..config import GROUPS, SWA_TYPES, KvConfig, kv_type_names, setting_names
+from ..models import MODELS
+from ..units import parse_count, parse_size
+
+MODEL_HELP = f"a GGUF file, or one of {', '.join(MODELS)}"
+
+
+def positive(text: str) -> int:
+    """A whole number of at least 1."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text}: must be 1 or more")
+    return value
+
+
+def _told(parse: Callable[[str], int]) -> Callable[[str], int]:
+    """A parser whose own message reaches the user."""
+
+    def parsed(text: str) -> int:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return parsed
+
+
+size = _told(parse_size)
+count = _told(parse_count)
+
+
+def _counts(text: str) -> list[int]:
+    return [parse_count(part) for part in text.split(",")]
+
+
+def counts(text: str) -> list[int]:
+    """Numbers of tokens separated by commas, as ``4k,16k``."""
+    try:
+        return _counts(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def positives(text: str) -> list[int]:
+    """Whole numbers from 1, separated by commas."""
+    return [positive(part) for part in text.split(",")]
+
+
+def add_kv_options(parser: argparse.ArgumentParser, default: str | None) -> None:
+    """``--kv-type`` and the settings that go with it; without a default all of them are ``None`` unless given."""
+    group = parser.add_argument_group("key/value cache")
+    names = ", ".join(kv_type_names())
+    told = f" (default: {default})" if default else ""
+    group.add_argument("--kv-type", default=default, metavar="TYPE", help=f"{names}{told}")
+    group.add_argument("--kv-group", type=int, metavar="N", help=f"tokens per group: {_groups_text()}")
+    group.add_argument("--kv-tail", type=int, metavar="N", help="most recent tokens kept exact (default: 128)")
+    group.add_argument("--kv-sinks", type=int, metavar="N", help="first tokens kept exact (default: 4)")
+    group.add_argument("--kv-swa-type", metavar="TYPE", help=f"sliding-window layers: {', '.join(SWA_TYPES)}")
+
+
+def _groups_text() -> str:
+    return "; ".join(f"{name} {', '.join(map(str, sorted(sizes)))}" for name, sizes in GROUPS.items())
+
+
+def kv_settings(arguments: argparse.Namespace) -> dict[str, object]:
+    """The cache settings that were given, by name."""
+    values = {name: getattr(arguments, name, None) for name in setting_names()}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def kv_config(arguments: argparse.Namespace) -> KvConfig | None:
+    """The cache settings that were given, ``None`` for none.
+
+    Raises:
+        ValueError: settings without a type, or impossible ones.
+    """
+    given = kv_settings(arguments)
+    if given and "kv_type" not in given:
+        raise ValueError(f"{', '.join(given)} needs --kv-type: {', '.join(GROUPS)}")
+    return KvConfig.from_kwargs(**given) if given else None
