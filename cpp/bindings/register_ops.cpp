@@ -4,18 +4,16 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <condition_variable>
-#include <cstdlib>
-#include <functional>
-#include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
-#include <thread>
+#include <utility>
 #include <vector>
 
 #include "bindings/arrays.h"
+#include "ops/cell_lists.h"
 #include "ops/kv_ops.h"
+#include "ops/rotate.h"
+#include "ops/thread_team.h"
 
 namespace kvfold {
 
@@ -23,53 +21,13 @@ namespace {
 
 // --- threads ---------------------------------------------------------------------------------------------------------
 
-class Barrier {
-  public:
-    explicit Barrier(int n) : n_(n) {}
-
-    void wait() {
-        std::unique_lock<std::mutex> lock(mutex_);
-        const unsigned               round = round_;
-        if (++arrived_ == n_) {
-            arrived_ = 0;
-            ++round_;
-            changed_.notify_all();
-        } else {
-            changed_.wait(lock, [this, round] { return round != round_; });
-        }
-    }
-
-  private:
-    std::mutex              mutex_;
-    std::condition_variable changed_;
-    const int               n_;
-    int                     arrived_ = 0;
-    unsigned                round_   = 0;
-};
-
 constexpr int kMaxThreads = 256;
 
-// Runs `op` on `n_threads` threads without Python's lock.
-void run(int n_threads, size_t scratch_bytes, const std::function<void(const Threads &)> & op) {
+// Runs `op` without Python's lock.
+template <typename Op>
+void run(int n_threads, size_t scratch_bytes, const Op & op) {
     const py::gil_scoped_release release;
-
-    const size_t                                  bytes = (scratch_bytes + 64) / 64 * 64;
-    const std::unique_ptr<void, void (*)(void *)> scratch(std::aligned_alloc(64, bytes), std::free);
-    if (!scratch) {
-        throw std::bad_alloc();
-    }
-    Barrier    barrier(n_threads);
-    const auto wait = [](void * arg) { static_cast<Barrier *>(arg)->wait(); };
-    const auto body = [&](int ith) { op(Threads{ith, n_threads, wait, &barrier, scratch.get(), bytes}); };
-
-    std::vector<std::thread> others;
-    for (int i = 1; i < n_threads; ++i) {
-        others.emplace_back(body, i);
-    }
-    body(0);
-    for (std::thread & other : others) {
-        other.join();
-    }
+    run_on_threads(n_threads, scratch_bytes, op);
 }
 
 // --- arguments -------------------------------------------------------------------------------------------------------
@@ -147,6 +105,19 @@ CurrentRows current_rows(const py::array & k, const py::array & v, int32_t heads
     return cur;
 }
 
+using RotationSizes = std::pair<int, int>;  // of keys, of values
+
+Rotation require_rotation(const RotationSizes & sizes, int32_t head_dim) {
+    for (const int size : {sizes.first, sizes.second}) {
+        if (!rotation_fits(size, head_dim)) {
+            throw py::value_error("rotation: " + std::to_string(size) +
+                                  " is neither 0 nor a size (64, 128, 256) that divides head_dim " +
+                                  std::to_string(head_dim));
+        }
+    }
+    return {sizes.first, sizes.second};
+}
+
 // A source must be hidden, far, or a row that exists.
 void require_source(const char * name, int32_t src, const LayerMemory & mem, const CurrentRows & cur) {
     if (src >= mem.n_near || (src_is_current(src) && src_current_row(src) >= cur.n_rows)) {
@@ -159,17 +130,19 @@ void require_source(const char * name, int32_t src, const LayerMemory & mem, con
 // --- operations ------------------------------------------------------------------------------------------------------
 
 void store(const py::array & near_k, const py::array & near_v, const py::array & cur_k, const py::array & cur_v,
-           const py::array & dst, int n_threads) {
+           const py::array & dst, const RotationSizes & rotation, int n_threads) {
     require_threads(n_threads);
     require_writable("near_k", near_k, Element::f16, {kAny, kAny, kAny});
     const py::ssize_t near = near_k.shape(0), heads = near_k.shape(1), dim = near_k.shape(2);
-    StoreArgs         a{};
+    require_one_of("head_dim", dim, {64, 128, 256});
+    StoreArgs a{};
     a.mem.n_head_kv = int32_t(heads);
     a.mem.head_dim  = int32_t(dim);
     a.mem.n_near    = int32_t(near);
     a.mem.near_k    = static_cast<uint16_t *>(require_writable("near_k", near_k, Element::f16, {near, heads, dim}));
     a.mem.near_v    = static_cast<uint16_t *>(require_writable("near_v", near_v, Element::f16, {near, heads, dim}));
     a.cur           = current_rows(cur_k, cur_v, int32_t(heads), int32_t(dim));
+    a.rot           = require_rotation(rotation, int32_t(dim));
     a.dst           = static_cast<const int32_t *>(require("dst", dst, Element::i32, {a.cur.n_rows}));
     for (int32_t r = 0; r < a.cur.n_rows; ++r) {
         if (a.dst[r] >= near) {
@@ -182,11 +155,12 @@ void store(const py::array & near_k, const py::array & near_v, const py::array &
 
 void fold(const py::array & far_k, const py::array & far_v, const py::array & side, const py::array & near_k,
           const py::array & near_v, const py::array & cur_k, const py::array & cur_v, const py::array & plan, int group,
-          int n_threads) {
+          const RotationSizes & rotation, int n_threads) {
     require_threads(n_threads);
     FoldArgs a{};
     a.mem      = layer_memory({far_k, far_v, side, near_k, near_v, group}, true);
     a.cur      = current_rows(cur_k, cur_v, a.mem.n_head_kv, a.mem.head_dim);
+    a.rot      = require_rotation(rotation, a.mem.head_dim);
     a.plan     = static_cast<const int32_t *>(require("plan", plan, Element::i32, {kAny, 1 + group}));
     a.n_groups = int32_t(plan.shape(0));
     for (int32_t g = 0; g < a.n_groups; ++g) {
@@ -206,23 +180,28 @@ py::array_t<float> attend(const py::array & far_k, const py::array & far_v, cons
                           const py::array & near_k, const py::array & near_v, const py::array & cur_k,
                           const py::array & cur_v, const py::array & cell_src, const py::array & q,
                           const std::optional<py::array> & mask, const std::optional<py::array> & sinks, int group,
-                          float scale, float softcap, int n_threads) {
+                          float scale, float softcap, const RotationSizes & rotation, int n_threads) {
     require_threads(n_threads);
     AttendArgs a{};
-    a.mem      = layer_memory({far_k, far_v, side, near_k, near_v, group}, false);
-    a.cur      = current_rows(cur_k, cur_v, a.mem.n_head_kv, a.mem.head_dim);
-    a.cell_src = static_cast<const int32_t *>(require("cell_src", cell_src, Element::i32, {kAny}));
-    a.n_kv     = int32_t(cell_src.shape(0));
+    a.mem            = layer_memory({far_k, far_v, side, near_k, near_v, group}, false);
+    a.cur            = current_rows(cur_k, cur_v, a.mem.n_head_kv, a.mem.head_dim);
+    a.rot            = require_rotation(rotation, a.mem.head_dim);
+    const auto * src = static_cast<const int32_t *>(require("cell_src", cell_src, Element::i32, {kAny}));
+    a.n_kv           = int32_t(cell_src.shape(0));
     if (a.n_kv > a.mem.n_cells) {
         throw py::value_error("cell_src: " + std::to_string(a.n_kv) + " cells, but the layer has " +
                               std::to_string(a.mem.n_cells));
     }
     for (int32_t c = 0; c < a.n_kv; ++c) {
-        require_source("cell_src", a.cell_src[c], a.mem, a.cur);
+        require_source("cell_src", src[c], a.mem, a.cur);
     }
-    a.q      = static_cast<const float *>(require("q", q, Element::f32, {kAny, kAny, a.mem.head_dim}));
-    a.n_q    = int32_t(q.shape(0));
-    a.n_head = int32_t(q.shape(1));
+    const CellLists cells = cell_lists(src, a.n_kv);
+    a.far_bits            = cells.far_bits.data();
+    a.exact               = cells.exact.data();
+    a.n_exact             = int32_t(cells.exact.size());
+    a.q                   = static_cast<const float *>(require("q", q, Element::f32, {kAny, kAny, a.mem.head_dim}));
+    a.n_q                 = int32_t(q.shape(0));
+    a.n_head              = int32_t(q.shape(1));
     if (a.n_head == 0 || a.n_head % a.mem.n_head_kv != 0) {
         throw py::value_error("q: " + std::to_string(a.n_head) + " heads are no multiple of " +
                               std::to_string(a.mem.n_head_kv) + " KV heads");
@@ -244,6 +223,19 @@ py::array_t<float> attend(const py::array & far_k, const py::array & far_v, cons
     return out;
 }
 
+py::array_t<float> rotate(const py::array & x, int n) {
+    require_one_of("n", n, {64, 128, 256});
+    if (!has_element(x, Element::f32) || (x.flags() & py::array::c_style) == 0) {
+        throw py::value_error("x: expected a C-contiguous array of float32, got " + std::string(py::str(x.dtype())));
+    }
+    if (x.ndim() == 0 || x.shape(x.ndim() - 1) % n != 0) {
+        throw py::value_error("x: the last axis of shape " + shape_text(x) + " is no multiple of " + std::to_string(n));
+    }
+    py::array_t<float> out(std::vector<py::ssize_t>(x.shape(), x.shape() + x.ndim()));
+    rotate_row(static_cast<const float *>(x.data()), out.mutable_data(), x.size(), n);
+    return out;
+}
+
 }  // namespace
 
 void register_ops(py::module_ & m) {
@@ -257,15 +249,24 @@ void register_ops(py::module_ & m) {
             return side_layout(n_head_kv, head_dim, n_groups).bytes;
         },
         arg("n_head_kv"), arg("head_dim"), arg("n_groups"), "Size in bytes of a layer's side memory.");
+    m.def("rotate", &rotate, arg("x"), arg("n"),
+          R"(Every n consecutive channels times the n-point Hadamard matrix in natural order, scaled by n ** -0.5.
+
+x  float32 [..., channels], channels a multiple of n
+n  64, 128 or 256
+ValueError: an array of another type or shape, or another n.)");
     m.def("kv_store", &store, arg("near_k"), arg("near_v"), arg("cur_k"), arg("cur_v"), arg("dst"), py::kw_only(),
-          arg("n_threads") = 1, R"(Write rows of a micro-batch to the near pool, in place.
+          arg("rotation") = RotationSizes(0, 0), arg("n_threads") = 1,
+          R"(Write rows of a micro-batch to the near pool, in place.
 
 near_k, near_v  float16 (or its bits, uint16) [n_near, n_head_kv, head_dim]
 cur_k, cur_v    float32 [n_rows, n_head_kv, head_dim]
 dst             int32 [n_rows]: near row of each row, negative: not stored
+rotation        sizes of the Hadamard rotation applied to keys and to values (see rotate); 0: they come rotated
 ValueError: an array of another type or shape, or a row that does not exist.)");
     m.def("kv_fold", &fold, arg("far_k"), arg("far_v"), arg("side"), arg("near_k"), arg("near_v"), arg("cur_k"),
-          arg("cur_v"), arg("plan"), py::kw_only(), arg("group"), arg("n_threads") = 1,
+          arg("cur_v"), arg("plan"), py::kw_only(), arg("group"), arg("rotation") = RotationSizes(0, 0),
+          arg("n_threads") = 1,
           R"(Encode groups into the far tier, in place.
 
 far_k, far_v    uint8 [n_cells, n_head_kv, 36 * head_dim / 64]
@@ -274,10 +275,12 @@ near_k, near_v  float16 (or its bits, uint16) [n_near, n_head_kv, head_dim]
 cur_k, cur_v    float32 [n_rows, n_head_kv, head_dim]
 plan            int32 [n_groups, 1 + group]: group index (negative: skipped), then the source of each member:
                 a near row, SRC_FAR, SRC_HIDDEN (no such member) or SRC_CURRENT_BASE - row
+rotation        of the current keys and values, as for kv_store (near rows are rotated already)
 ValueError: an array of another type or shape, or a source that does not exist.)");
     m.def("kv_attend", &attend, arg("far_k"), arg("far_v"), arg("side"), arg("near_k"), arg("near_v"), arg("cur_k"),
           arg("cur_v"), arg("cell_src"), arg("q"), arg("mask") = py::none(), arg("sinks") = py::none(), py::kw_only(),
-          arg("group"), arg("scale"), arg("softcap") = 0.0f, arg("n_threads") = 1,
+          arg("group"), arg("scale"), arg("softcap") = 0.0f, arg("rotation") = RotationSizes(0, 0),
+          arg("n_threads") = 1,
           R"(Softmax attention over cells: float32 [n_q, n_head, head_dim].
 
 far_k .. cur_v  as for kv_fold
@@ -286,6 +289,7 @@ q               float32 [n_q, n_head, head_dim], n_head a multiple of n_head_kv
 mask            float16 (or its bits, uint16) [n_q, n_kv], added to the scores; -inf hides; None: all see all
 sinks           float32 [n_head], logits that join the denominator; None: no sinks
 scale, softcap  score = cap(scale * q.k), cap(x) = softcap * tanh(x / softcap) unless softcap is 0
+rotation        of queries and current keys, and of current values; the result is rotated back
 ValueError: an array of another type or shape, or a source that does not exist.)");
 }
 

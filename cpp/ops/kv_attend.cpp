@@ -8,6 +8,9 @@
 //
 // Cells that no query of the block sees (hidden, or -inf for all of them) are not read; their columns are zero and their
 // scores -inf. A cell that some see and others do not is kept from the others even when it holds NaN.
+//
+// Before the tasks start, all threads together prepare what every task reads: the sources of the cells as an array, and
+// queries and current rows in the rotated basis.
 
 #include <algorithm>
 #include <atomic>
@@ -15,6 +18,7 @@
 #include <new>
 
 #include "ops/kv_ops.h"
+#include "ops/rotate.h"
 #include "ops/simd.h"
 
 namespace kvfold {
@@ -51,8 +55,16 @@ struct Shape {
     size_t  head_rows;  // rows of one KV head in a task
     size_t  thread_bytes;
     size_t  partial_floats;  // one row's partial result: head_dim values, maximum, sum
-    size_t  partial_offset;  // into scratch
-    size_t  bytes;
+
+    // Scratch: the next task, the source of each cell, rotated queries, keys and values (if they are to be rotated), the
+    // memory of each thread, partial results (if there are several ranges of cells).
+    size_t sources_offset;
+    size_t q_offset;  // [n_q][n_head][head_dim]
+    size_t k_offset;  // [n_rows][n_head_kv][head_dim]
+    size_t v_offset;
+    size_t thread_offset;
+    size_t partial_offset;
+    size_t bytes;
 
     Shape(const AttendArgs & a, int nth) {
         const int32_t dim   = a.mem.head_dim;
@@ -83,15 +95,34 @@ struct Shape {
             size_t(keys_floats(dim) + values_floats(dim) + 9 * dim) + rows * row_floats + head_rows * kTile;
         thread_bytes   = align(floats * sizeof(float));
         partial_floats = size_t(dim) + 2;
-        partial_offset = kLine + size_t(nth) * thread_bytes;
-        bytes          = partial_offset;
-        if (n_splits > 1) {
-            bytes += size_t(n_splits) * size_t(a.n_q) * size_t(a.n_head) * partial_floats * sizeof(float);
-        }
+
+        const size_t q_rows  = size_t(a.n_q) * size_t(a.n_head);
+        const size_t kv_rows = size_t(a.cur.n_rows) * size_t(a.mem.n_head_kv);
+        const size_t row     = size_t(dim) * sizeof(float);
+        bytes                = 0;
+        reserve(kLine);  // the next task
+        sources_offset = reserve(size_t(a.n_kv) * sizeof(int32_t));
+        q_offset       = reserve(a.rot.k != 0 ? q_rows * row : 0);
+        k_offset       = reserve(a.rot.k != 0 ? kv_rows * row : 0);
+        v_offset       = reserve(a.rot.v != 0 ? kv_rows * row : 0);
+        thread_offset  = reserve(size_t(nth) * thread_bytes);
+        partial_offset = reserve(n_splits > 1 ? size_t(n_splits) * q_rows * partial_floats * sizeof(float) : 0);
     }
 
     static size_t align(size_t n) { return (n + kLine - 1) / kLine * kLine; }
+
+    // Where the next `n` bytes of scratch begin.
+    size_t reserve(size_t n) {
+        const size_t at = bytes;
+        bytes += align(n);
+        return at;
+    }
 };
+
+template <typename Element>
+Element * scratch_at(const Threads & t, size_t offset) {
+    return reinterpret_cast<Element *>(static_cast<uint8_t *>(t.scratch) + offset);
+}
 
 // --- matrix products -------------------------------------------------------------------------------------------------
 
@@ -171,6 +202,7 @@ void product(int32_t rows, const float * a, int64_t a_stride, const float * b, i
 // One task and the memory it works in. Rows are ordered [KV head of the task][query][query head of the KV head].
 struct Task {
     const AttendArgs & a;
+    const int32_t *    cell_src;  // [n_kv] kSrcHidden, or where the row is
     const Shape &      shape;
     int32_t            first_head;  // KV head
     int32_t            first_query;
@@ -232,7 +264,7 @@ View look(const Task & t, int32_t tile) {
     }
     view.all = width == kTile;
     for (int32_t c = 0; c < kTile; ++c) {
-        if (c >= width || a.cell_src[first + c] == kSrcHidden) {
+        if (c >= width || t.cell_src[first + c] == kSrcHidden) {
             view.seen[c] = 0;
         }
         const bool seen = view.seen[c] != 0;
@@ -332,7 +364,7 @@ struct TileReader {
                 continue;
             }
             const int64_t cell = first + c;
-            const int32_t src  = a.cell_src[cell];
+            const int32_t src  = t.cell_src[cell];
             if (src == kSrcFar) {
                 if (cell >> group_shift != group) {
                     group = cell >> group_shift;
@@ -587,7 +619,7 @@ float finish(float maximum, float sum, const float * sinks, int32_t head) {
 
 float * partial_row(const AttendArgs & a, const Shape & shape, const Threads & t, int32_t split, int64_t query,
                     int32_t head) {
-    float *      base  = reinterpret_cast<float *>(static_cast<uint8_t *>(t.scratch) + shape.partial_offset);
+    float *      base  = scratch_at<float>(t, shape.partial_offset);
     const size_t index = (size_t(split) * size_t(a.n_q) + size_t(query)) * size_t(a.n_head) + size_t(head);
     return base + index * shape.partial_floats;
 }
@@ -595,6 +627,60 @@ float * partial_row(const AttendArgs & a, const Shape & shape, const Threads & t
 float * result_row(const AttendArgs & a, int64_t query, int32_t head) {
     return a.out + (query * a.n_head + head) * a.mem.head_dim;
 }
+
+// --- what all tasks read ---------------------------------------------------------------------------------------------
+
+// Writes the thread's share of the cells' sources.
+void spread_sources(const AttendArgs & a, const Shape & shape, const Threads & t) {
+    int32_t *     src   = scratch_at<int32_t>(t, shape.sources_offset);
+    const int32_t words = divide_up(a.n_kv, 32);
+    const int32_t first = int32_t(int64_t(words) * t.ith / t.nth) * 32;
+    const int32_t last  = std::min(a.n_kv, int32_t(int64_t(words) * (t.ith + 1) / t.nth) * 32);
+    for (int32_t c = first; c < last; ++c) {
+        src[c] = a.far_bits[c / 32] >> (c % 32) & 1u ? kSrcFar : kSrcHidden;
+    }
+    for (int32_t i = 0; i < a.n_exact; ++i) {
+        if (a.exact[i].src != kSrcHidden && a.exact[i].cell >= first && a.exact[i].cell < last) {
+            src[a.exact[i].cell] = a.exact[i].src;
+        }
+    }
+}
+
+// Rotates the thread's share of `rows` rows of `n` channels into scratch; from(r) is row r.
+template <typename Row>
+const float * rotate_share(const Threads & t, size_t offset, int64_t rows, int64_t n, int32_t size, const Row & from) {
+    float * to = scratch_at<float>(t, offset);
+    for (int64_t r = rows * t.ith / t.nth; r < rows * (t.ith + 1) / t.nth; ++r) {
+        rotate_row(from(r), to + r * n, n, size);
+    }
+    return to;
+}
+
+// The same attention with rows that are rotated already: in scratch, of which the thread writes its share.
+AttendArgs rotate_inputs(const AttendArgs & a, const Shape & shape, const Threads & t) {
+    const int64_t dim     = a.mem.head_dim;
+    const int64_t row     = a.mem.n_head_kv * dim;
+    AttendArgs    rotated = a;
+    if (a.rot.k != 0) {
+        rotated.q = rotate_share(t, shape.q_offset, int64_t(a.n_q) * a.n_head, dim, a.rot.k, [&a](int64_t r) {
+            return a.q + r / a.n_head * a.q_stride_query + r % a.n_head * a.q_stride_head;
+        });
+        rotated.q_stride_query = a.n_head * dim;
+        rotated.q_stride_head  = dim;
+
+        rotated.cur.k        = rotate_share(t, shape.k_offset, a.cur.n_rows, row, a.rot.k,
+                                            [&a](int64_t r) { return a.cur.k + r * a.cur.k_stride; });
+        rotated.cur.k_stride = row;
+    }
+    if (a.rot.v != 0) {
+        rotated.cur.v        = rotate_share(t, shape.v_offset, a.cur.n_rows, row, a.rot.v,
+                                            [&a](int64_t r) { return a.cur.v + r * a.cur.v_stride; });
+        rotated.cur.v_stride = row;
+    }
+    return rotated;
+}
+
+// --- tasks -----------------------------------------------------------------------------------------------------------
 
 template <int DIM>
 void run_task(const AttendArgs & a, const Shape & shape, const Threads & threads, int32_t index) {
@@ -606,8 +692,7 @@ void run_task(const AttendArgs & a, const Shape & shape, const Threads & threads
     const int32_t first     = block * shape.block;
     const int32_t tiles     = divide_up(a.n_kv, kTile);
 
-    float *    pool = reinterpret_cast<float *>(static_cast<uint8_t *>(threads.scratch) + kLine +
-                                                size_t(threads.ith) * shape.thread_bytes);
+    float *    pool = scratch_at<float>(threads, shape.thread_offset + size_t(threads.ith) * shape.thread_bytes);
     const auto take = [&pool](size_t n) {
         float * p = pool;
         pool += n;
@@ -615,6 +700,7 @@ void run_task(const AttendArgs & a, const Shape & shape, const Threads & threads
     };
     const size_t most = shape.head_rows * size_t(shape.heads);
     Task         t{a,
+                   scratch_at<int32_t>(threads, shape.sources_offset),
                    shape,
                    head,
                    first,
@@ -662,6 +748,7 @@ void run_task(const AttendArgs & a, const Shape & shape, const Threads & threads
             for (int d = 0; d < DIM; ++d) {
                 to[d] = from[d] * factor;
             }
+            rotate_row(to, to, DIM, a.rot.v);
         }
     }
 }
@@ -694,18 +781,21 @@ void merge(const AttendArgs & a, const Shape & shape, const Threads & t, int64_t
     for (int32_t d = 0; d < dim; ++d) {
         to[d] *= factor;
     }
+    rotate_row(to, to, dim, a.rot.v);
 }
 
 }  // namespace
 
 size_t kv_attend_scratch(const AttendArgs & a, int nth) { return Shape(a, nth).bytes; }
 
-void kv_attend(const AttendArgs & a, const Threads & t) {
-    const Shape shape(a, t.nth);
+void kv_attend(const AttendArgs & args, const Threads & t) {
+    const Shape shape(args, t.nth);
     auto *      next = static_cast<std::atomic<int32_t> *>(t.scratch);  // the first task that nobody has taken
     if (t.ith == 0) {
         new (next) std::atomic<int32_t>(0);
     }
+    spread_sources(args, shape, t);
+    const AttendArgs a = rotate_inputs(args, shape, t);
     if (t.nth > 1) {
         t.barrier(t.barrier_arg);
     }

@@ -8,6 +8,7 @@
 
 #include "format/fp4_codec.h"
 #include "ops/kv_ops.h"
+#include "ops/rotate.h"
 
 namespace kvfold {
 
@@ -52,7 +53,8 @@ Rows thread_rows(const FoldArgs & a, const Threads & t) {
     return rows;
 }
 
-// Reads the exact (or, for far members, decoded) rows of a planned group. Returns how many members are present.
+// Reads the exact (or, for far members, decoded) rows of a planned group; all are rotated then. Returns how many members
+// are present.
 int32_t gather(const Head & head, const int32_t * entry, const Rows & rows) {
     const FoldArgs & a       = head.a;
     const int32_t    dim     = a.mem.head_dim;
@@ -70,8 +72,8 @@ int32_t gather(const Head & head, const int32_t * entry, const Rows & rows) {
         ++present;
         if (src_is_current(src)) {
             const int64_t r = src_current_row(src);
-            memcpy(k, a.cur.k + r * a.cur.k_stride + column, size_t(dim) * sizeof(float));
-            memcpy(v, a.cur.v + r * a.cur.v_stride + column, size_t(dim) * sizeof(float));
+            rotate_row(a.cur.k + r * a.cur.k_stride + column, k, dim, a.rot.k);
+            rotate_row(a.cur.v + r * a.cur.v_stride + column, v, dim, a.rot.v);
         } else if (src == kSrcFar) {
             const int64_t cell = group * a.mem.group + j;
             fp4_decode_row(head.far_row(a.mem.far_k, cell), k, dim);

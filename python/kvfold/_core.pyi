@@ -60,6 +60,9 @@ def fp4_values() -> npt.NDArray[np.float32]:
 def side_bytes(n_head_kv: int, head_dim: int, n_groups: int) -> int:
     """Size of one layer's summaries and spreads."""
 
+def rotate(x: npt.NDArray[np.float32], n: int) -> npt.NDArray[np.float32]:
+    """Rows in the basis of the cache: every ``n`` channels (64, 128, 256) by the Hadamard matrix; its own inverse."""
+
 def kv_store(
     near_k: npt.NDArray[Any],
     near_v: npt.NDArray[Any],
@@ -67,9 +70,10 @@ def kv_store(
     cur_v: npt.NDArray[Any],
     dst: npt.NDArray[Any],
     *,
+    rotation: tuple[int, int] = (0, 0),
     n_threads: int = 1,
 ) -> None:
-    """The operation ``kv_store`` on arrays, in place."""
+    """The operation ``kv_store`` on arrays, in place. ``rotation``: sizes for keys and values, 0 for none."""
 
 def kv_fold(
     far_k: npt.NDArray[Any],
@@ -82,6 +86,7 @@ def kv_fold(
     plan: npt.NDArray[Any],
     *,
     group: int,
+    rotation: tuple[int, int] = (0, 0),
     n_threads: int = 1,
 ) -> None:
     """The operation ``kv_fold`` on arrays, in place."""
@@ -102,6 +107,7 @@ def kv_attend(
     group: int,
     scale: float,
     softcap: float = 0.0,
+    rotation: tuple[int, int] = (0, 0),
     n_threads: int = 1,
 ) -> npt.NDArray[np.float32]:
     """The operation ``kv_attend`` on arrays."""

@@ -6,23 +6,36 @@ from types import ModuleType
 
 import numpy as np
 from oracle.memory import Current, Layer
+from oracle.rotate import Rotation
 
 
-def store(core: ModuleType, layer: Layer, cur: Current, dst: np.ndarray, n_threads: int) -> None:
-    core.kv_store(layer.near_k, layer.near_v, cur.k, cur.v, np.asarray(dst, np.int32), n_threads=n_threads)
+def memory(layer: Layer, cur: Current) -> tuple[np.ndarray, ...]:
+    """The arrays that ``kv_fold`` and ``kv_attend`` begin with."""
+    return layer.far_k, layer.far_v, layer.side, layer.near_k, layer.near_v, cur.k, cur.v
 
 
-def fold(core: ModuleType, layer: Layer, cur: Current, plan: np.ndarray, n_threads: int) -> None:
-    core.kv_fold(
-        layer.far_k,
-        layer.far_v,
-        layer.side,
+def store(
+    core: ModuleType, layer: Layer, cur: Current, dst: np.ndarray, n_threads: int, rotation: Rotation = (0, 0)
+) -> None:
+    core.kv_store(
         layer.near_k,
         layer.near_v,
         cur.k,
         cur.v,
+        np.asarray(dst, np.int32),
+        rotation=rotation,
+        n_threads=n_threads,
+    )
+
+
+def fold(
+    core: ModuleType, layer: Layer, cur: Current, plan: np.ndarray, n_threads: int, rotation: Rotation = (0, 0)
+) -> None:
+    core.kv_fold(
+        *memory(layer, cur),
         np.ascontiguousarray(plan, np.int32),
         group=layer.group,
+        rotation=rotation,
         n_threads=n_threads,
     )
 
@@ -38,17 +51,12 @@ def attend(
     sinks: np.ndarray | None = None,
     scale: float = 1.0,
     softcap: float = 0.0,
+    rotation: Rotation = (0, 0),
     n_threads: int = 1,
 ) -> np.ndarray:
     return np.asarray(
         core.kv_attend(
-            layer.far_k,
-            layer.far_v,
-            layer.side,
-            layer.near_k,
-            layer.near_v,
-            cur.k,
-            cur.v,
+            *memory(layer, cur),
             np.ascontiguousarray(cell_src, np.int32),
             np.ascontiguousarray(q),
             None if mask is None else np.ascontiguousarray(mask),
@@ -56,6 +64,7 @@ def attend(
             group=layer.group,
             scale=float(scale),
             softcap=softcap,
+            rotation=rotation,
             n_threads=n_threads,
         )
     )

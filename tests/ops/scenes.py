@@ -76,6 +76,14 @@ def scene(
     return Scene(layer, cur, cell_src)
 
 
+def plan_of(rng: np.random.Generator, s: Scene, share: float = 0.6) -> np.ndarray:
+    """Some of the groups, in random order, each member from where it is; hidden cells are absent members."""
+    m = s.layer.group
+    groups = np.array([g for g in range(len(s.cell_src) // m) if (s.cell_src[g * m : (g + 1) * m] != HIDDEN).any()])
+    chosen = rng.permutation(groups)[: max(1, round(share * len(groups)))]
+    return np.array([[g, *s.cell_src[g * m : (g + 1) * m]] for g in chosen], np.int32)
+
+
 #: Mixes of cell states, from the everyday one to the corners.
 MIXES: dict[str, dict[str, float]] = {
     "everyday": {"far": 0.7, "near": 0.15, "current": 0.1, "hidden": 0.05},

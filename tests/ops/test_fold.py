@@ -4,16 +4,8 @@ import native
 import numpy as np
 import pytest
 from oracle.fold import fold
-from oracle.memory import FAR, HIDDEN, Layer
-from scenes import MIXES, Scene, scene
-
-
-def plan_of(rng: np.random.Generator, s: Scene, share: float = 0.6) -> np.ndarray:
-    """Some of the groups, in random order, each member from where it is; hidden cells are absent members."""
-    m = s.layer.group
-    groups = np.array([g for g in range(len(s.cell_src) // m) if (s.cell_src[g * m : (g + 1) * m] != HIDDEN).any()])
-    chosen = rng.permutation(groups)[: max(1, round(share * len(groups)))]
-    return np.array([[g, *s.cell_src[g * m : (g + 1) * m]] for g in chosen], np.int32)
+from oracle.memory import FAR, Layer
+from scenes import MIXES, plan_of, scene
 
 
 def assert_same(got: Layer, expected: Layer) -> None:

@@ -6,13 +6,16 @@ import numpy as np
 
 from . import fp4
 from .memory import HIDDEN, Current, Layer, read_rows
+from .rotate import Rotation, rotate_f32
 
 
-def fold(layer: Layer, cur: Current, plan: np.ndarray) -> None:
+def fold(layer: Layer, cur: Current, plan: np.ndarray, rotation: Rotation = (0, 0)) -> None:
     """Fold the groups of ``plan``, int ``[n_groups, 1 + group]``: group index, then the source of each member.
 
     Means and differences are float32. A group's rows are read, far ones with the old summary, before it is written.
+    Rows of ``cur`` are rotated by ``rotation``, those of the layer are already.
     """
+    cur = Current(rotate_f32(cur.k, rotation[0]), rotate_f32(cur.v, rotation[1]))
     for group, *sources in np.asarray(plan).tolist():
         first = group * layer.group
         present = np.array([first + j for j, src in enumerate(sources) if src != HIDDEN], dtype=int)
