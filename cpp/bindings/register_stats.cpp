@@ -9,18 +9,6 @@ namespace py = pybind11;
 
 namespace {
 
-const char * type_name(kvfold_type type) {
-    switch (type) {
-    case KVFOLD_TYPE_FP4:
-        return "fp4";
-    case KVFOLD_TYPE_FP4_CSA2:
-        return "fp4_csa2";
-    case KVFOLD_TYPE_NONE:
-        break;
-    }
-    return "none";
-}
-
 py::object context_stats(uintptr_t ctx) {
     kvfold_stats s;
     if (ctx == 0) {
@@ -30,7 +18,7 @@ py::object context_stats(uintptr_t ctx) {
         return py::none();
     }
     py::dict d;
-    d["kv_type"]       = type_name(s.config.type);
+    d["kv_type"]       = kvfold_type_name(s.config.type);
     d["group"]         = s.config.group;
     d["tail"]          = s.config.tail;
     d["sinks"]         = s.config.sinks;

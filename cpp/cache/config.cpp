@@ -64,18 +64,6 @@ bool fail(const std::string & reason) {
     return false;
 }
 
-const char * type_name(kvfold_type type) {
-    switch (type) {
-    case KVFOLD_TYPE_FP4:
-        return "fp4";
-    case KVFOLD_TYPE_FP4_CSA2:
-        return "fp4_csa2";
-    case KVFOLD_TYPE_NONE:
-        break;
-    }
-    return "none";
-}
-
 kvfold_config resolve(kvfold_config config) {
     if (config.group == 0) {
         // Larger groups cost fewer summary bytes. fp4 reads every row, so its summaries only serve as the base of the key
@@ -90,6 +78,18 @@ kvfold_config resolve(kvfold_config config) {
 using namespace kvfold;
 
 const char * kvfold_version(void) { return KVFOLD_VERSION; }
+
+const char * kvfold_type_name(kvfold_type type) {
+    switch (type) {
+    case KVFOLD_TYPE_FP4:
+        return "fp4";
+    case KVFOLD_TYPE_FP4_CSA2:
+        return "fp4_csa2";
+    case KVFOLD_TYPE_NONE:
+        break;
+    }
+    return "none";
+}
 
 const char * kvfold_last_error(void) { return t_last_error.c_str(); }
 
@@ -146,7 +146,7 @@ bool kvfold_config_check(const kvfold_config * config) {
         known = known || (g == c.group && g <= max_group(c.type));
     }
     if (!known) {
-        return fail(message("kv_group %d does not fit kv_type %s; possible: %s", c.group, type_name(c.type),
+        return fail(message("kv_group %d does not fit kv_type %s; possible: %s", c.group, kvfold_type_name(c.type),
                             group_choices(c.type).c_str()));
     }
     if (c.tail < 1 || c.tail > 65536) {

@@ -7,8 +7,7 @@
 
 namespace kvfold {
 
-// "fp4", "fp4_csa2"
-const char * type_name(kvfold_type type);
+inline const char * type_name(kvfold_type type) { return kvfold_type_name(type); }
 
 // Fills in defaults that depend on the type (group 0).
 kvfold_config resolve(kvfold_config config);

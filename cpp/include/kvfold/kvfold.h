@@ -70,6 +70,9 @@ KVFOLD_API const char * kvfold_version(void);
 /* The reason of the last failure on this thread; empty when there was none. Valid until the next call on this thread. */
 KVFOLD_API const char * kvfold_last_error(void);
 
+/* "fp4", "fp4_csa2" or "none" */
+KVFOLD_API const char * kvfold_type_name(enum kvfold_type type);
+
 /* tail 128, sinks 4, the type's default group, f16 windows */
 KVFOLD_API struct kvfold_config kvfold_config_default(enum kvfold_type type);
 
