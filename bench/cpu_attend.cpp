@@ -3,71 +3,33 @@
 //     cpu_attend check              random small layers against a plain double-precision reference; exit 1 on a mismatch
 //     cpu_attend time [threads [what]]   decode, batch, prefill, fold at the shapes of real models
 //
-// Built by hand or by CMake (KVFOLD_BENCH):
-//     g++ -O3 -march=native -std=c++17 -Icpp bench/cpu_attend.cpp cpp/format/fp4_codec.cpp cpp/ops/kv_*.cpp -lpthread
+// Built by hand:
+//     g++ -O3 -march=native -std=c++17 -Icpp -o cpu_attend bench/cpu_attend.cpp
+//         cpp/format/fp4_codec.cpp cpp/ops/kv_attend.cpp cpp/ops/kv_fold.cpp cpp/ops/rotate.cpp -lpthread
 
 #include <algorithm>
 #include <chrono>
 #include <cmath>
-#include <condition_variable>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <ctime>
-#include <functional>
 #include <limits>
-#include <memory>
-#include <mutex>
 #include <random>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "format/fp4_codec.h"
+#include "ops/cell_lists.h"
 #include "ops/kv_ops.h"
+#include "ops/thread_team.h"
 
 using namespace kvfold;
 
 namespace {
 
-// --- threads ---------------------------------------------------------------------------------------------------------
-
-class Barrier {
-  public:
-    explicit Barrier(int n) : n_(n) {}
-    void wait() {
-        std::unique_lock<std::mutex> lock(mutex_);
-        const int                    round = round_;
-        if (++arrived_ == n_) {
-            arrived_ = 0;
-            ++round_;
-            changed_.notify_all();
-        } else {
-            changed_.wait(lock, [&] { return round != round_; });
-        }
-    }
-
-  private:
-    std::mutex              mutex_;
-    std::condition_variable changed_;
-    int                     n_;
-    int                     arrived_ = 0;
-    int                     round_   = 0;
-};
-
-void wait_at(void * barrier) { static_cast<Barrier *>(barrier)->wait(); }
-
-struct AlignedFree {
-    void operator()(void * p) const { std::free(p); }
-};
-using Scratch = std::unique_ptr<void, AlignedFree>;
-
-Scratch scratch_memory(size_t bytes) {
-    const size_t rounded = (bytes + 64) / 64 * 64;
-    Scratch      p(std::aligned_alloc(64, rounded));
-    std::memset(p.get(), 0xFF, rounded);  // NaNs: nothing may depend on what is there
-    return p;
-}
+// --- time of runs ---------------------------------------------------------------------------------------------------
 
 // Seconds per run: on the clock, and of processor time over all threads (which a busy machine disturbs less).
 struct Times {
@@ -77,25 +39,11 @@ struct Times {
 double cpu_seconds() { return double(std::clock()) / CLOCKS_PER_SEC; }
 
 // Runs `op` `repeats` times on `nth` threads.
-Times run(int nth, size_t scratch_bytes, int repeats, const std::function<void(const Threads &)> & op) {
-    const Scratch scratch = scratch_memory(scratch_bytes);
-    Barrier       barrier(nth);
-    const auto    body = [&](int ith) {
-        for (int i = 0; i < repeats; ++i) {
-            op(Threads{ith, nth, wait_at, &barrier, scratch.get(), scratch_bytes});
-            barrier.wait();
-        }
-    };
-    const double             cpu   = cpu_seconds();
-    const auto               start = std::chrono::steady_clock::now();
-    std::vector<std::thread> threads;
-    for (int i = 1; i < nth; ++i) {
-        threads.emplace_back(body, i);
-    }
-    body(0);
-    for (auto & thread : threads) {
-        thread.join();
-    }
+template <typename Op>
+Times run(int nth, size_t scratch_bytes, int repeats, const Op & op) {
+    const double cpu   = cpu_seconds();
+    const auto   start = std::chrono::steady_clock::now();
+    run_on_threads(nth, scratch_bytes, op, repeats);
     const std::chrono::duration<double> wall = std::chrono::steady_clock::now() - start;
     return {wall.count() / repeats, (cpu_seconds() - cpu) / repeats};
 }
@@ -138,6 +86,15 @@ std::vector<float> normal(std::mt19937 & rng, size_t n, float scale) {
     return x;
 }
 
+// As llama.cpp rotates a quantised cache: keys by all of a head, values by 64.
+Rotation usual_rotation(Dims d) { return {d.head_dim, 64}; }
+
+void list_cells(AttendArgs & a, const CellLists & cells) {
+    a.far_bits = cells.far_bits.data();
+    a.exact    = cells.exact.data();
+    a.n_exact  = int32_t(cells.exact.size());
+}
+
 void decode_blocks(const Fp4Block * blocks, int32_t n, double * x) {
     for (int32_t d = 0; d < n; d += 16) {
         float sixteen[16];
@@ -147,11 +104,11 @@ void decode_blocks(const Fp4Block * blocks, int32_t n, double * x) {
 }
 
 // Key and value of a cell for one KV head, by definition.
-void reference_row(const AttendArgs & a, int32_t cell, int32_t head, std::vector<double> & k, std::vector<double> & v) {
+void reference_row(const AttendArgs & a, int32_t cell, int32_t src, int32_t head, std::vector<double> & k,
+                   std::vector<double> & v) {
     const LayerMemory & m      = a.mem;
     const int32_t       dim    = m.head_dim;
     const int64_t       blocks = dim / 64;
-    const int32_t       src    = a.cell_src[cell];
     k.resize(size_t(dim));
     v.resize(size_t(dim));
     if (src == kSrcFar) {
@@ -179,7 +136,7 @@ void reference_row(const AttendArgs & a, int32_t cell, int32_t head, std::vector
 }
 
 // Largest deviation of a result row from the definition, relative to the largest value of the row's inputs.
-double deviation(const AttendArgs & a, int32_t query, int32_t head) {
+double deviation(const AttendArgs & a, const int32_t * cell_src, int32_t query, int32_t head) {
     const int32_t        dim     = a.mem.head_dim;
     const int32_t        kv_head = head / (a.n_head / a.mem.n_head_kv);
     const float *        q       = a.q + query * a.q_stride_query + head * a.q_stride_head;
@@ -187,10 +144,10 @@ double deviation(const AttendArgs & a, int32_t query, int32_t head) {
     std::vector<int32_t> cells;
     for (int32_t cell = 0; cell < a.n_kv; ++cell) {
         const float bias = a.mask ? f16_decode(a.mask[query * a.mask_stride + cell]) : 0.0f;
-        if (a.cell_src[cell] == kSrcHidden || bias == -std::numeric_limits<float>::infinity()) {
+        if (cell_src[cell] == kSrcHidden || bias == -std::numeric_limits<float>::infinity()) {
             continue;
         }
-        reference_row(a, cell, kv_head, k, v);
+        reference_row(a, cell, cell_src[cell], kv_head, k, v);
         double dot = 0.0;
         for (int32_t d = 0; d < dim; ++d) {
             dot += double(q[d]) * k[size_t(d)];
@@ -211,7 +168,7 @@ double deviation(const AttendArgs & a, int32_t query, int32_t head) {
     for (size_t i = 0; i < cells.size(); ++i) {
         const double p = std::exp(logits[i] - top);
         sum += p;
-        reference_row(a, cells[i], kv_head, k, v);
+        reference_row(a, cells[i], cell_src[cells[i]], kv_head, k, v);
         for (int32_t d = 0; d < dim; ++d) {
             result[size_t(d)] += p * v[size_t(d)];
             big = std::max(big, std::fabs(v[size_t(d)]));
@@ -271,7 +228,11 @@ bool check_attend(std::mt19937 & rng, Dims d, int32_t n_kv, int32_t n_q, int var
         }
     }
     const CurrentRows source{all_k.data(), all_v.data(), int64_t(row), int64_t(row), n_cells};
-    const FoldArgs    fold{layer.mem, source, plan.data(), n_cells / d.group};
+    FoldArgs          fold{};
+    fold.mem      = layer.mem;
+    fold.cur      = source;
+    fold.plan     = plan.data();
+    fold.n_groups = n_cells / d.group;
     run(2, kv_fold_scratch(fold, 2), 1, [&](const Threads & t) { kv_fold(fold, t); });
     for (int32_t c = 0; c < n_cells; ++c) {
         if (c >= n_kv || src[size_t(c)] != kSrcFar) {
@@ -302,10 +263,11 @@ bool check_attend(std::mt19937 & rng, Dims d, int32_t n_kv, int32_t n_q, int var
     const std::vector<float> sinks = normal(rng, size_t(d.n_head), 2.0f);
     std::vector<float>       out(q.size(), std::nanf(""));
 
-    AttendArgs a{};
-    a.mem            = layer.mem;
-    a.cur            = cur;
-    a.cell_src       = src.data();
+    const CellLists cells = cell_lists(src.data(), n_kv);
+    AttendArgs      a{};
+    a.mem = layer.mem;
+    a.cur = cur;
+    list_cells(a, cells);
     a.n_kv           = n_kv;
     a.q              = q.data();
     a.q_stride_query = d.head_dim;
@@ -327,7 +289,7 @@ bool check_attend(std::mt19937 & rng, Dims d, int32_t n_kv, int32_t n_q, int var
             first = out;
             for (int32_t i = 0; i < n_q; i += std::max(1, n_q / 9)) {
                 for (int32_t h = 0; h < d.n_head; ++h) {
-                    worst = std::max(worst, deviation(a, i, h));
+                    worst = std::max(worst, deviation(a, src.data(), i, h));
                 }
             }
         } else if (std::memcmp(first.data(), out.data(), out.size() * sizeof(float)) != 0) {
@@ -396,10 +358,12 @@ void time_attend(std::mt19937 & rng, const char * name, Dims d, int32_t n_past, 
     }
     const auto         q = normal(rng, size_t(d.n_head) * size_t(n_q) * size_t(d.head_dim), 1.0f);
     std::vector<float> out(q.size());
+    const CellLists    cells = cell_lists(src.data(), n_kv);
     AttendArgs         a{};
-    a.mem            = layer.mem;
-    a.cur            = {cur.data(), cur.data(), int64_t(row), int64_t(row), n_q};
-    a.cell_src       = src.data();
+    a.mem = layer.mem;
+    a.rot = usual_rotation(d);
+    a.cur = {cur.data(), cur.data(), int64_t(row), int64_t(row), n_q};
+    list_cells(a, cells);
     a.n_kv           = n_kv;
     a.q              = q.data();
     a.q_stride_query = d.head_dim;
@@ -438,8 +402,12 @@ void time_fold(std::mt19937 & rng, Dims d, int32_t tokens, int nth) {
         }
         plan.push_back(src_current(c));
     }
-    const FoldArgs a{
-        layer.mem, {cur.data(), cur.data(), int64_t(row), int64_t(row), tokens}, plan.data(), tokens / d.group};
+    FoldArgs a{};
+    a.mem             = layer.mem;
+    a.cur             = {cur.data(), cur.data(), int64_t(row), int64_t(row), tokens};
+    a.rot             = usual_rotation(d);
+    a.plan            = plan.data();
+    a.n_groups        = tokens / d.group;
     const Times times = run(nth, kv_fold_scratch(a, nth), 20, [&](const Threads & t) { kv_fold(a, t); });
     std::printf("%-10s    %d x %d group %d: %.2f us a token and layer, processor time %.2f us\n", "fold", d.n_head_kv,
                 d.head_dim, d.group, times.wall * 1e6 / tokens, times.cpu * 1e6 / tokens);
