@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from llm_probe import count_evaluated, divergence, last_logits
 
 from kvfold.cli import demo_document
 
@@ -15,26 +16,9 @@ FOLDING = [{"kv_type": "fp4"}, {"kv_type": "fp4_csa2"}]
 NAMES = ["fp4", "fp4_csa2"]
 
 
-def logits(llm: Any) -> np.ndarray:
-    return np.ctypeslib.as_array(llm._ctx.get_logits(), shape=(llm.n_vocab(),)).copy()
-
-
 def probabilities(row: np.ndarray) -> np.ndarray:
     weights = np.exp(row.astype(np.float64) - row.max())
     return np.asarray(weights / weights.sum())
-
-
-def batches(llm: Any) -> list[int]:
-    """Grows by the size of every batch the object decodes."""
-    sizes: list[int] = []
-    decode = llm._ctx.decode
-
-    def counting(batch: Any) -> None:
-        sizes.append(batch.n_tokens())
-        decode(batch)
-
-    llm._ctx.decode = counting
-    return sizes
 
 
 def prompt_of(llm: Any, messages: list[dict[str, str]]) -> list[int]:
@@ -66,7 +50,7 @@ def test_third_turn_warm_and_cold(make_llm: Callable[..., Any], smollm2_path: Pa
     """
     llm = make_llm(smollm2_path, n_ctx=2048, **settings)
     messages = opening(llm, 7)
-    sizes = batches(llm)
+    sizes = count_evaluated(llm)
     for turn in (1, 3, 5):
         before = llm.n_tokens
         prompt = prompt_of(llm, messages[:turn])
@@ -74,10 +58,10 @@ def test_third_turn_warm_and_cold(make_llm: Callable[..., Any], smollm2_path: Pa
         next(llm.generate(prompt, temp=0.0))
         # What the cache holds is not evaluated again (the template repeats history as it was).
         assert sum(sizes) <= len(prompt) - before + 8
-    warm = probabilities(logits(llm))
+    warm = probabilities(last_logits(llm))
     llm.reset()
     next(llm.generate(prompt_of(llm, messages), temp=0.0))
-    cold = probabilities(logits(llm))
+    cold = probabilities(last_logits(llm))
     assert np.abs(warm - cold).sum() / 2 < 0.1
     assert warm.argmax() == cold.argmax() or abs(warm.max() - cold.max()) < 0.1
 
@@ -89,7 +73,7 @@ def test_five_turns_on_a_model_with_sliding_windows(
     """Case 18: with windows instead of full-size caches no turn is read twice."""
     llm = make_llm(gemma3_path, n_ctx=4096, n_ubatch=256, n_batch=256, **settings)
     assert not llm.context_params.swa_full
-    sizes = batches(llm)
+    sizes = count_evaluated(llm)
     document = llm.tokenize("\n\n".join(demo_document().split("\n\n")[:10]).encode())
     turns = [document, *(llm.tokenize(f" Question {i}: who rings the bell?".encode(), add_bos=False) for i in range(4))]
     history: list[int] = []
@@ -115,5 +99,4 @@ def test_eight_bit_windows_take_less(make_llm: Callable[..., Any], gemma3_path: 
     tokens = f16.tokenize(demo_document()[:2500].encode())
     f16.eval(tokens)
     q8.eval(tokens)
-    a, b = probabilities(logits(f16)), probabilities(logits(q8))
-    assert float((a * np.log(np.maximum(a, 1e-30) / np.maximum(b, 1e-30))).sum()) < 0.05
+    assert divergence(last_logits(f16), last_logits(q8)) < 0.05

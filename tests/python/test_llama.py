@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tiny_models
+from llm_probe import count_evaluated, divergence, last_logits
 
 from kvfold import KvConfig
 from kvfold.gguf_header import read_gguf_header
@@ -26,21 +27,6 @@ FOLDING = [{"kv_type": "fp4", "kv_group": 8}, {"kv_type": "fp4_csa2"}]
 
 #: Some tokens of the text vocabulary, no special ones.
 TOKENS = np.random.default_rng(7).integers(300, 40000, size=1000).tolist()
-
-
-def last_logits(llm: Any) -> np.ndarray:
-    return np.ctypeslib.as_array(llm._ctx.get_logits(), shape=(llm.n_vocab(),)).copy()
-
-
-def divergence(reference: np.ndarray, other: np.ndarray) -> float:
-    """Kullback-Leibler divergence of two rows of logits, in nats."""
-
-    def log_softmax(x: np.ndarray) -> np.ndarray:
-        x = x.astype(np.float64) - x.max()
-        return np.asarray(x - np.log(np.exp(x).sum()))
-
-    p, q = log_softmax(reference), log_softmax(other)
-    return float((np.exp(p) * (p - q)).sum())
 
 
 # -- what is allocated -------------------------------------------------------------------------------------------------
@@ -123,7 +109,6 @@ def test_a_scope_does_not_leak_into_the_next_object(make_llm: Callable[..., Any]
         ({"kv_type": "fp4_csa2_ced"}, ["fp4_csa2_ced", "not available"]),
         ({"kv_type": "fp4_csa2", "kv_lookup": 0.1}, ["kv_lookup", "not available"]),
         ({"kv_type": "fp4_csa2", "kv_keep": 0.5}, ["kv_keep", "not available"]),
-        ({"preset": "8gb-64k"}, ["preset", "8gb-64k"]),
         ({"kv_tail": 64}, ["kv_tail", "kv_type"]),
         ({"kv": 7}, ["kv=7"]),
         ({"kv": "missing.toml"}, ["missing.toml"]),
@@ -328,19 +313,6 @@ def test_prefix_reuse_evaluates_only_what_is_new(
     evaluated.clear()
     greedy(llm, TOKENS[:350] + TOKENS[500:520], 1)
     assert sum(evaluated) == 20
-
-
-def count_evaluated(llm: Any) -> list[int]:
-    """A list that grows by the number of tokens of every batch the object decodes."""
-    sizes: list[int] = []
-    decode = llm._ctx.decode
-
-    def counting(batch: Any) -> None:
-        sizes.append(batch.n_tokens())
-        decode(batch)
-
-    llm._ctx.decode = counting
-    return sizes
 
 
 @pytest.mark.parametrize("settings", [{"swa_full": False}, *FOLDING], ids=["f16", "fp4", "fp4_csa2"])
