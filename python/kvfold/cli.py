@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 import time
@@ -14,7 +15,14 @@ from . import __version__
 from .commands import plan
 from .commands.options import MODEL_HELP, add_kv_options, kv_settings, positive
 from .config import KvConfig
+from .devices import gpus
+from .gguf_header import read_gguf_header
+from .guard import check_free_memory
+from .model_check import require_fit
 from .models import MODELS, ModelError, pull, resolve
+from .presets import PRESETS, fill
+from .sizing import Settings
+from .threads import recommended_threads
 
 if TYPE_CHECKING:
     from .llama import Llama
@@ -25,6 +33,10 @@ DEMO_QUESTION = "Where does the key of the shed hang?"
 DEMO_CONTEXT = 4096
 
 _DEFAULT_CONTEXT = 8192
+_DEFAULT_TYPE = "fp4_csa2"
+# llama-server's own.
+_SERVER_BATCH = 2048
+_SERVER_SLOTS = 4
 
 
 def _say(line: str) -> None:
@@ -38,7 +50,15 @@ def demo_document() -> str:
 
 
 def _config(arguments: argparse.Namespace) -> KvConfig:
-    return KvConfig.from_kwargs(**kv_settings(arguments))
+    given = kv_settings(arguments)
+    return KvConfig.from_kwargs(**{**given, **fill(arguments.preset, given, {"kv_type": _DEFAULT_TYPE})})
+
+
+def _filled(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Context, batches and GPU layers: given, of the preset, or the command's own; ``None``: the runtime's own."""
+    given = {"n_ctx": arguments.ctx_size, "n_gpu_layers": arguments.gpu_layers}
+    defaults = {"n_ctx": arguments.default_context, "n_gpu_layers": 0, "n_batch": None, "n_ubatch": None}
+    return fill(arguments.preset, given, defaults)
 
 
 def _load(path: str, config: KvConfig, arguments: argparse.Namespace) -> Llama:
@@ -47,11 +67,11 @@ def _load(path: str, config: KvConfig, arguments: argparse.Namespace) -> Llama:
     return Llama(
         path,
         kv=config,
-        n_ctx=arguments.ctx_size,
         n_threads=arguments.threads,
         n_threads_batch=arguments.threads,
-        n_gpu_layers=arguments.gpu_layers,
+        memory_guard=not arguments.no_memory_guard,
         verbose=False,
+        **_filled(arguments),
     )
 
 
@@ -200,23 +220,58 @@ def _serve(arguments: argparse.Namespace) -> None:
 
     config = _config(arguments)
     path = resolve(arguments.model, _say)
-    command = ["-m", str(path), "-c", str(arguments.ctx_size)]
+    filled = _filled(arguments)
+    header = read_gguf_header(path)
+    if config.folds:
+        require_fit(header, config.kv_type)
+    gpu_layers = filled["n_gpu_layers"]
+    if not arguments.no_memory_guard:
+        settings = Settings(
+            config,
+            filled["n_ctx"],
+            gpu_layers,
+            filled["n_batch"] or _SERVER_BATCH,
+            filled["n_ubatch"] or 512,
+            _server_slots(arguments.rest),
+            windows=True,
+        )
+        check_free_memory(header, settings)
+    threads = arguments.threads or recommended_threads(
+        gpu_layers, int(header.arch("block_count") or 0), bool(gpu_layers and gpus())
+    )
+    command = ["-m", str(path), "-c", str(filled["n_ctx"]), "-t", str(threads)]
+    for option, value in (("-ngl", gpu_layers), ("-b", filled["n_batch"]), ("-ub", filled["n_ubatch"])):
+        if value:
+            command += [option, str(value)]
     for name, value in config.to_dict().items():
         command += ["--" + name.replace("_", "-"), str(value)]
-    if arguments.threads:
-        command += ["-t", str(arguments.threads)]
-    if arguments.gpu_layers:
-        command += ["-ngl", str(arguments.gpu_layers)]
     sys.argv = ["llama-server", *command, *arguments.rest]
     _launch.server()
 
 
+def _server_slots(rest: Sequence[str]) -> int:
+    """How many sequences llama-server will serve at a time: its own default, or what is given to it."""
+    for option, value in itertools.pairwise(rest):
+        if option in ("-np", "--parallel") and value.isdigit() and int(value) > 0:
+            return int(value)
+    return _SERVER_SLOTS
+
+
 def _add_model_options(parser: argparse.ArgumentParser, context: int) -> None:
+    parser.add_argument("-c", "--ctx-size", type=int, metavar="N", help=f"context (default: {context})")
     parser.add_argument(
-        "-c", "--ctx-size", type=int, default=context, metavar="N", help=f"context (default: {context})"
+        "-t", "--threads", type=positive, metavar="N", help="threads (default: physical cores, 4 with all on the GPU)"
     )
-    parser.add_argument("-t", "--threads", type=positive, metavar="N", help="threads (default: physical cores)")
-    parser.add_argument("-ngl", "--gpu-layers", type=int, default=0, metavar="N", help="layers on the GPU (-1: all)")
+    parser.add_argument("-ngl", "--gpu-layers", type=int, metavar="N", help="layers on the GPU (default: 0; -1: all)")
+    parser.add_argument(
+        "--no-memory-guard", action="store_true", help="load even if the free memory seems to be too little"
+    )
+    parser.set_defaults(preset=None, default_context=context)
+
+
+def _add_preset_option(parser: argparse.ArgumentParser) -> None:
+    notes = "; ".join(f"{p.name}: {p.note}" for p in PRESETS.values())
+    parser.add_argument("--preset", metavar="NAME", help=f"settings for a machine ({notes}); other options go before")
 
 
 def _add_sampling_options(parser: argparse.ArgumentParser, max_tokens: int, temperature: float) -> None:
@@ -248,7 +303,7 @@ def _parser() -> argparse.ArgumentParser:
         help="ask a small model about a long text",
         description="Fetch SmolLM2-135M, ask it about a text of some 3000 tokens, and show what the cache takes.",
     )
-    add_kv_options(sub, "fp4_csa2")
+    add_kv_options(sub, _DEFAULT_TYPE)
     _add_model_options(sub, DEMO_CONTEXT)
     _add_sampling_options(sub, 64, 0.0)
     sub.set_defaults(action=_demo)
@@ -256,8 +311,9 @@ def _parser() -> argparse.ArgumentParser:
     sub = commands.add_parser("run", help="ask a model, or talk to it", description="Ask a model, or talk to it.")
     sub.add_argument("model", help=MODEL_HELP)
     sub.add_argument("-p", "--prompt", help="one question; without it a conversation starts")
-    add_kv_options(sub, "fp4_csa2")
+    add_kv_options(sub, _DEFAULT_TYPE)
     _add_model_options(sub, _DEFAULT_CONTEXT)
+    _add_preset_option(sub)
     _add_sampling_options(sub, 512, 0.2)
     sub.set_defaults(action=_run)
 
@@ -267,8 +323,9 @@ def _parser() -> argparse.ArgumentParser:
         description="Start llama-server; options after -- go to it unchanged.",
     )
     sub.add_argument("model", help=MODEL_HELP)
-    add_kv_options(sub, "fp4_csa2")
+    add_kv_options(sub, _DEFAULT_TYPE)
     _add_model_options(sub, _DEFAULT_CONTEXT)
+    _add_preset_option(sub)
     sub.set_defaults(action=_serve)
 
     for command in (plan,):

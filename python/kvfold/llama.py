@@ -20,10 +20,13 @@ import numpy as np
 from . import _runtime
 from .config import FOREIGN_SETTINGS, GROUPS, QUANTIZED_TYPES, UPSTREAM_TYPES, KvConfig, check_setting_name
 from .gguf_header import GgufHeader, read_gguf_header
+from .guard import check_free_memory
 from .memory import require_memory
 from .model_check import require_fit
+from .presets import fill
+from .sizing import Settings
 from .stats import KvStats
-from .threads import default_threads
+from .threads import recommended_threads
 
 _core = _runtime.load()
 
@@ -84,8 +87,6 @@ def _kv_settings(kv: object, named: Mapping[str, Any], extra: dict[str, Any]) ->
     for name in [n for n in extra if n.startswith("kv_") and n not in FOREIGN_SETTINGS]:
         check_setting_name(name)  # Every known name is a named argument: this raises.
         settings[name] = extra.pop(name)
-    if "preset" in extra:
-        raise ValueError(f"preset={extra['preset']!r}: presets are not available in this version")
     if kv is not None:
         return KvConfig.coerce(kv).merged(**settings)  # type: ignore[arg-type]
     if not settings:
@@ -107,9 +108,15 @@ class Llama(llama_cpp.Llama):
         kv_tail: most recent tokens that stay exact, default 128.
         kv_sinks: first tokens that stay exact, default 4.
         kv_swa_type: type of sliding-window layers, ``f16`` (default) or ``q8_0``.
+        preset: ``8gb-32k``, ``8gb-64k``, ``12gb-64k`` or ``cpu-32k``: context, kv type, GPU layers and batch sizes for
+            such a machine; what is given explicitly wins.
+        n_ctx, n_batch, n_ubatch: 512 by default.
+        n_gpu_layers: layers on the GPU, -1 for all; 0 by default.
+        memory_guard: check free memory before loading: what does not fit is refused with what would, what is tight gets
+            a ``RuntimeWarning``.
         flash_attn: off by default as upstream; types that need it turn it on, an explicit ``False`` is then refused.
         swa_full: keep sliding-window layers at full length. Upstream's default is yes; with a kvfold type it is no.
-        n_threads: defaults to the physical cores available to the process.
+        n_threads: by default the physical cores available to the process, at most 4 when all layers are on the GPU.
         kwargs: everything else ``llama_cpp.Llama`` takes.
 
     Raises:
@@ -130,12 +137,14 @@ class Llama(llama_cpp.Llama):
         kv_tail: int | None = None,
         kv_sinks: int | None = None,
         kv_swa_type: str | None = None,
-        n_ctx: int = 512,
-        n_batch: int = 512,
-        n_ubatch: int = 512,
+        preset: str | None = None,
+        n_ctx: int | None = None,
+        n_batch: int | None = None,
+        n_ubatch: int | None = None,
         n_threads: int | None = None,
         n_threads_batch: int | None = None,
-        n_gpu_layers: int = 0,
+        n_gpu_layers: int | None = None,
+        memory_guard: bool = True,
         flash_attn: bool | None = None,
         swa_full: bool | None = None,
         type_k: int | None = None,
@@ -155,6 +164,14 @@ class Llama(llama_cpp.Llama):
             "kv_sinks": kv_sinks,
             "kv_swa_type": kv_swa_type,
         }
+        filled = fill(
+            preset,
+            {"n_ctx": n_ctx, "n_batch": n_batch, "n_ubatch": n_ubatch, "n_gpu_layers": n_gpu_layers},
+            {"n_ctx": 512, "n_batch": 512, "n_ubatch": 512, "n_gpu_layers": 0},
+        )
+        n_ctx, n_batch, n_ubatch, n_gpu_layers = filled.values()
+        if preset is not None and kv is None and type_k is None and type_v is None:
+            named.update(fill(preset, named, {"kv_type": None}))
         config = _kv_settings(kv, named, kwargs)
         self.kv_config = config
         n_ctx = _whole("n_ctx", n_ctx, 0)
@@ -183,10 +200,19 @@ class Llama(llama_cpp.Llama):
                     f"n_ctx=0 with kv_type={config.kv_type!r}: give the number of tokens the cache is for; this model "
                     f"was trained with {header.arch('context_length')}"
                 )
-        if n_gpu_layers == 0 and not kwargs.get("vocab_only") and type_k == type_v:
-            require_memory(header, n_ctx, config.kv_type if config is not None else _TYPE_NAMES.get(type_k or 1, "f16"))
+        known_type = _TYPE_NAMES.get(1 if type_k is None else type_k) if type_k == type_v else None
+        kept = config or (KvConfig(known_type) if known_type else None)
+        if memory_guard and kept is not None and not embedding and not kwargs.get("vocab_only"):
+            if n_gpu_layers == 0:
+                require_memory(header, n_ctx, kept.kv_type)
+            length = n_ctx or int(header.arch("context_length") or 0)
+            windows = None if swa_full is None else not swa_full
+            settings = Settings(kept, length, n_gpu_layers, n_batch, n_ubatch, windows=windows)
+            if length:
+                check_free_memory(header, settings, mapped=bool(kwargs.get("use_mmap", True)))
         self._warn_about_memory(header, n_ctx, logits_all)
-        cores = default_threads()
+        gpu = bool(llama_cpp.llama_supports_gpu_offload())
+        cores = recommended_threads(n_gpu_layers, int(header.arch("block_count") or 0), gpu)
         arguments: dict[str, Any] = {
             **kwargs,
             "model_path": path,
@@ -204,7 +230,7 @@ class Llama(llama_cpp.Llama):
             "embedding": embedding,
             "verbose": verbose,
         }
-        if n_gpu_layers != 0 and not llama_cpp.llama_supports_gpu_offload():
+        if n_gpu_layers != 0 and not gpu:
             warnings.warn(
                 f"n_gpu_layers={n_gpu_layers}: this build of kvfold has no GPU support, everything runs on the CPU",
                 RuntimeWarning,

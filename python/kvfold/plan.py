@@ -315,6 +315,7 @@ def make_plan(
     vram: int | None = None,
     ram: int | None = None,
     compare: bool = True,
+    advise: bool = True,
 ) -> Plan:
     """Plan a model.
 
@@ -323,6 +324,7 @@ def make_plan(
         wishes: what is fixed.
         vram, ram: budgets in bytes; default: what is free.
         compare: also fill ``Plan.types``.
+        advise: where the wishes do not fit, also find out what would.
 
     Raises:
         ValueError: the model is missing, malformed or cannot be loaded, or a wish cannot be honoured.
@@ -339,6 +341,8 @@ def make_plan(
         settings = chooser.choose()
         plan = Plan(planner, settings, chooser.need(settings), budget, imagined)
         plan.notes = list(_notes(plan, wishes))
+        if advise and not plan.fits:
+            plan.notes.insert(1, what_fits(path, settings, vram=vram, ram=ram))
         if compare:
             plan.types = list(_compare(chooser, settings, wishes))
         return plan
@@ -390,6 +394,32 @@ def _notes(plan: Plan, wishes: Wishes) -> Iterable[str]:
             f"with {s.config.kv_type} Llama keeps sliding-window layers at full length, which the comparison of "
             "types does not count; swa_full=False keeps their window only"
         )
+
+
+def what_fits(
+    path: str | os.PathLike[str], settings: Settings, *, vram: int | None = None, ram: int | None = None
+) -> str:
+    """One sentence: the settings nearest to ``settings`` that fit into the budget (default: what is free)."""
+    for wishes in _fallbacks(settings):
+        try:
+            plan = make_plan(path, wishes, vram=vram, ram=ram, compare=False, advise=False)
+        except ValueError:
+            continue
+        if plan.fits:
+            s = plan.settings
+            layers = f", n_gpu_layers={s.n_gpu_layers}" if plan.budget.gpu is not None else ""
+            return f"What fits: n_ctx={s.n_ctx} ({count_text(s.n_ctx)}), kv_type={s.config.kv_type!r}{layers}"
+    return "No context fits"
+
+
+def _fallbacks(settings: Settings) -> Iterable[Wishes]:
+    base = Wishes(n_gpu_layers=0 if settings.n_gpu_layers == 0 else None, n_seq=settings.n_seq)
+    if not settings.config.folds:
+        # The same context in a smaller type.
+        yield replace(base, n_ctx=settings.n_ctx, config=KvConfig("fp4_csa2"), n_gpu_layers=settings.n_gpu_layers)
+    yield replace(base, config=settings.config, n_gpu_layers=settings.n_gpu_layers)
+    yield replace(base, config=settings.config)
+    yield base
 
 
 def _missing(plan: Plan) -> str:

@@ -86,3 +86,20 @@ def _quota_v1() -> float | None:
         if limit > 0 and period > 0:
             quotas.append(limit / period)
     return min(quotas, default=None)
+
+
+#: Threads that are worth using when the GPU computes all layers: they only feed it, and more get in each other's way.
+GPU_THREADS = 4
+
+
+def recommended_threads(n_gpu_layers: int, n_layer: int, gpu: bool) -> int:
+    """Threads by where the layers are: a few when all are on the GPU, else all physical cores that may be used.
+
+    Args:
+        n_gpu_layers: as given to ``Llama``; negative: all.
+        n_layer: layers of the model. All are on the GPU when ``n_gpu_layers`` counts the output as well.
+        gpu: whether the runtime can use one.
+    """
+    cores = default_threads()
+    on_gpu = gpu and (n_gpu_layers < 0 or n_gpu_layers > n_layer)
+    return min(cores, GPU_THREADS) if on_gpu else cores

@@ -54,11 +54,11 @@ def positives(text: str) -> list[int]:
 
 
 def add_kv_options(parser: argparse.ArgumentParser, default: str | None) -> None:
-    """``--kv-type`` and the settings that go with it; without a default all of them are ``None`` unless given."""
+    """``--kv-type`` and the settings that go with it, ``None`` unless given; ``default`` is what the help says."""
     group = parser.add_argument_group("key/value cache")
     names = ", ".join(kv_type_names())
     told = f" (default: {default})" if default else ""
-    group.add_argument("--kv-type", default=default, metavar="TYPE", help=f"{names}{told}")
+    group.add_argument("--kv-type", metavar="TYPE", help=f"{names}{told}")
     group.add_argument("--kv-group", type=int, metavar="N", help=f"tokens per group: {_groups_text()}")
     group.add_argument("--kv-tail", type=int, metavar="N", help="most recent tokens kept exact (default: 128)")
     group.add_argument("--kv-sinks", type=int, metavar="N", help="first tokens kept exact (default: 4)")

@@ -7,6 +7,7 @@ import json
 import sys
 
 from ..models import resolve
+from ..presets import PRESETS, find
 from .options import MODEL_HELP, add_kv_options, count, kv_config, positive, size
 
 
@@ -21,11 +22,14 @@ def add(commands: argparse._SubParsersAction) -> None:  # type: ignore[type-arg]
     parser.add_argument("model", help=MODEL_HELP)
     parser.add_argument("--vram", type=size, metavar="SIZE", help="GPU memory to plan for, as 8GiB")
     parser.add_argument("--ram", type=size, metavar="SIZE", help="memory of the machine to plan for")
-    parser.add_argument("-c", "--ctx", "--ctx-size", dest="ctx_size", type=count, metavar="N", help="context, as 64k")
+    parser.add_argument("-c", "--ctx", "--ctx-size", dest="n_ctx", type=count, metavar="N", help="context, as 64k")
+    parser.add_argument("--preset", metavar="NAME", help=f"plan for a preset: {', '.join(PRESETS)}")
     add_kv_options(parser, None)
-    parser.add_argument("-ngl", "--gpu-layers", type=int, metavar="N", help="layers on the GPU (-1: all, 0: none)")
-    parser.add_argument("-b", "--batch-size", type=positive, metavar="N", help="batch")
-    parser.add_argument("-ub", "--ubatch-size", type=positive, metavar="N", help="micro-batch")
+    parser.add_argument(
+        "-ngl", "--gpu-layers", dest="n_gpu_layers", type=int, metavar="N", help="layers on the GPU (-1: all, 0: none)"
+    )
+    parser.add_argument("-b", "--batch-size", dest="n_batch", type=positive, metavar="N", help="batch")
+    parser.add_argument("-ub", "--ubatch-size", dest="n_ubatch", type=positive, metavar="N", help="micro-batch")
     parser.add_argument("-np", "--parallel", type=positive, default=1, metavar="N", help="sequences at a time")
     parser.add_argument("--json", action="store_true", help="report as JSON on stdout")
     parser.set_defaults(action=run)
@@ -35,14 +39,19 @@ def run(arguments: argparse.Namespace) -> None:
     """Print the plan."""
     from ..plan import Wishes, make_plan
 
+    if arguments.preset is not None:
+        preset = find(arguments.preset)
+        for name, value in {**preset.arguments, "vram": preset.vram}.items():
+            if getattr(arguments, name) is None:
+                setattr(arguments, name, value)
     config = kv_config(arguments)
     path = resolve(arguments.model, lambda line: print(line, file=sys.stderr, flush=True))
     wishes = Wishes(
         config=config,
-        n_ctx=arguments.ctx_size,
-        n_gpu_layers=arguments.gpu_layers,
-        n_batch=arguments.batch_size,
-        n_ubatch=arguments.ubatch_size,
+        n_ctx=arguments.n_ctx,
+        n_gpu_layers=arguments.n_gpu_layers,
+        n_batch=arguments.n_batch,
+        n_ubatch=arguments.n_ubatch,
         n_seq=arguments.parallel,
     )
     plan = make_plan(path, wishes, vram=arguments.vram, ram=arguments.ram)
