@@ -23,6 +23,7 @@
 #include <vector>
 
 #include "format/fp4_codec.h"
+#include "ops/cell_lists.h"
 #include "ops/kv_ops.h"
 #include "ops/kv_ops_cuda.h"
 
@@ -190,6 +191,49 @@ struct Case {
     std::string mask;     // none, causal, sequences, bias
     float       softcap = 0.0f;
     bool        sinks   = false;
+    bool        rotate  = false;
+};
+
+Rotation rotation_of(bool rotate, int dim) { return rotate ? Rotation{dim, 64} : Rotation{0, 0}; }
+
+// Rotates every `n` of `count` values: Hadamard matrix in natural order times n^-1/2.
+void rotate_values(float * x, size_t count, int n) {
+    if (n == 0) {
+        return;
+    }
+    const float f = 1.0f / std::sqrt(float(n));
+    for (size_t base = 0; base < count; base += n) {
+        for (int h = 1; h < n; h *= 2) {
+            for (int i = 0; i < n; ++i) {
+                if ((i & h) == 0) {
+                    const float a = x[base + i], b = x[base + i + h];
+                    x[base + i]     = a + b;
+                    x[base + i + h] = a - b;
+                }
+            }
+        }
+        for (int i = 0; i < n; ++i) {
+            x[base + i] *= f;
+        }
+    }
+}
+
+// The lists of an attention's cells on the device; a few entries pad the list of exact ones.
+struct DeviceCells {
+    DeviceArray<uint32_t>  far_bits;
+    DeviceArray<ExactCell> exact;
+    int                    n_exact;
+
+    DeviceCells(const std::vector<int32_t> & cell_src, int padding) {
+        CellLists lists = cell_lists(cell_src.data(), int32_t(cell_src.size()));
+        lists.exact.resize(lists.exact.size() + padding, {0, kSrcHidden});
+        n_exact = int(lists.exact.size());
+        far_bits.resize(lists.far_bits.size());
+        far_bits.upload(lists.far_bits);
+        exact.resize(lists.exact.size());
+        exact.upload(lists.exact);
+    }
+    void tell(AttendArgs & a) const { a.far_bits = far_bits.get(), a.exact = exact.get(), a.n_exact = n_exact; }
 };
 
 struct Inputs {
@@ -421,14 +465,25 @@ void check_attend(Rng & rng, const Case & c, const CudaDevice & device) {
     Layer     l  = random_layer(rng, c.n_head_kv, c.dim, c.group, c.n_kv, n_near, std::max(1, std::min(c.n_q, c.n_kv)));
     Inputs    in = make_inputs(rng, c, l);
     const float scale = 1.0f / std::sqrt(float(c.dim));
-    const auto  want  = reference(c, l, in, scale);
+    // what the rows are rotated to is what the operation is told; the result is rotated back
+    const Rotation rot   = rotation_of(c.rotate, c.dim);
+    Layer          plain = l;
+    for (size_t r = 0; r + plain.cur_stride <= l.cur_k.size(); r += plain.cur_stride) {
+        rotate_values(&plain.cur_k[r], size_t(c.n_head_kv) * c.dim, rot.k);
+        rotate_values(&plain.cur_v[r], size_t(c.n_head_kv) * c.dim, rot.v);
+    }
+    Inputs rotated = in;
+    rotate_values(rotated.q.data(), rotated.q.size(), rot.k);
+    auto want = reference(c, plain, rotated, scale);
+    rotate_values(want.data(), want.size(), rot.v);
 
     DeviceLayer           d(l);
-    DeviceArray<int32_t>  cell_src(in.cell_src);
+    const DeviceCells     cells(in.cell_src, 5);
     DeviceArray<uint16_t> mask(in.mask);
     DeviceArray<float>    q(in.q), sinks(in.sinks), out(std::vector<float>(want.size(), NAN));
     AttendArgs            a{};
-    a.mem = d.mem, a.cur = d.cur, a.cell_src = cell_src.get(), a.n_kv = c.n_kv;
+    a.mem = d.mem, a.cur = d.cur, a.rot = rot, a.n_kv = c.n_kv;
+    cells.tell(a);
     a.q = q.get(), a.q_stride_query = int64_t(n_head) * c.dim, a.q_stride_head = c.dim, a.n_q = c.n_q,
     a.n_head = n_head;
     a.mask = in.mask.empty() ? nullptr : mask.get(), a.mask_stride = in.mask_stride;
@@ -442,10 +497,10 @@ void check_attend(Rng & rng, const Case & c, const CudaDevice & device) {
     const Errors e    = compare(out.download(), want, c.dim);
     const bool   good = e.whole < kTolerance && e.worst_row < 8 * kTolerance;
     n_failed += !good;
-    std::printf("%s attend head %3d m %2d kv-heads %d gqa %2d n_q %3d n_kv %5d %-5s mask %-9s cap %2.0f sinks %d: "
+    std::printf("%s attend%s head %3d m %2d kv-heads %d gqa %2d n_q %3d n_kv %5d %-5s mask %-9s cap %2.0f sinks %d: "
                 "error %.1e, worst row %.1e\n",
-                good ? "ok  " : "FAIL", c.dim, c.group, c.n_head_kv, c.gqa, c.n_q, c.n_kv, c.sources.c_str(),
-                c.mask.c_str(), c.softcap, c.sinks, e.whole, e.worst_row);
+                good ? "ok  " : "FAIL", c.rotate ? " rotated" : "", c.dim, c.group, c.n_head_kv, c.gqa, c.n_q, c.n_kv,
+                c.sources.c_str(), c.mask.c_str(), c.softcap, c.sinks, e.whole, e.worst_row);
     std::fflush(stdout);
 }
 
@@ -481,6 +536,7 @@ void check_attend_all(bool quick, const CudaDevice & device) {
         c.mask    = masks[uniform(rng, 0, 3)];
         c.softcap = uniform(rng, 0, 3) == 0 ? 30.0f : 0.0f;
         c.sinks   = uniform(rng, 0, 3) == 0;
+        c.rotate  = c.n_q * c.gqa <= 16 && uniform(rng, 0, 1) == 0;
         while (c.n_kv > 2 * c.n_q && double(c.n_q) * c.n_head_kv * c.gqa * c.n_kv * c.dim > 1e9) {
             c.n_kv /= 2;  // the reference is slow
         }
@@ -488,6 +544,9 @@ void check_attend_all(bool quick, const CudaDevice & device) {
     }
     for (int dim : {64, 128, 256}) {  // many splits, long rows of the merge
         cases.push_back({dim, 4, 8, 4, 1, dim == 256 ? 20000 : 40000, "tail", "none"});
+        cases.push_back({dim, 4, 8, 4, 1, dim == 256 ? 20000 : 40000, "tail", "none", 0.0f, false, true});
+        cases.push_back({dim, 4, 2, 4, 1, 20, "near", "none", 0.0f, true, true});
+        cases.push_back({dim, 4, 2, 1, 16, 500, "tail", "causal", 0.0f, false, true});
         cases.push_back({dim, 8, 2, 8, 4, 20000, "mixed", "sequences"});
         cases.push_back({dim, 4, 2, 4, 128, 3000, "tail", "causal"});
     }
@@ -498,6 +557,12 @@ void check_attend_all(bool quick, const CudaDevice & device) {
             }
             check_attend(rng, cases[i], device);
         }
+    }
+    // what Turing would run: less shared memory, no prefill kernel for head size 256
+    const CudaDevice turing{device.n_sm, 75};
+    for (int dim : {64, 128, 256}) {
+        check_attend(rng, {dim, 4, 2, 4, 1, 1000, "tail", "none", 0.0f, false, true}, turing);
+        check_attend(rng, {dim, 4, 2, 4, 40, 1000, "mixed", "causal"}, turing);
     }
 }
 
@@ -525,7 +590,9 @@ void store_reference(Layer & l, const std::vector<int32_t> & dst) {
 
 // `together`: kv_commit_cuda instead of fold, then store.
 void check_fold(Rng & rng, int dim, int group, int n_groups, int capacity, bool together) {
-    Layer                l = random_layer(rng, uniform(rng, 1, 4), dim, group, group * (n_groups + 5), 64, 40);
+    const int            n_rows = together ? 16 : 40;
+    const Rotation       rot    = rotation_of(together && group != 8, dim);
+    Layer                l      = random_layer(rng, uniform(rng, 1, 4), dim, group, group * (n_groups + 5), 64, n_rows);
     std::vector<int32_t> plan(size_t(capacity) * (1 + group), 7);  // padding is never looked at
     for (float & x : l.cur_k) {                                    // a wide range, zeros too
         x *= uniform(rng, 0, 9) == 0 ? 0.0f : std::exp2(float(uniform(rng, -12, 6)));
@@ -558,8 +625,8 @@ void check_fold(Rng & rng, int dim, int group, int n_groups, int capacity, bool 
     DeviceLayer          d(l);
     DeviceArray<int32_t> plan_d(plan), dst_d(dst), count_d(std::vector<int32_t>{n_groups, 42});
     const SideLayout     side = side_layout(l.n_head_kv, dim, l.n_cells / group);
-    FoldArgs             a{d.mem, d.cur, plan_d.get(), capacity};
-    StoreArgs            s{d.mem, d.cur, dst_d.get()};
+    FoldArgs             a{d.mem, d.cur, rot, plan_d.get(), capacity};
+    StoreArgs            s{d.mem, d.cur, rot, dst_d.get()};
     const Epoch          epoch{count_d.get() + 1, reinterpret_cast<int32_t *>(d.side.get() + side.epoch_offset)};
     if (together) {
         kv_commit_cuda(a, count_d.get(), s, epoch, nullptr);
@@ -570,7 +637,11 @@ void check_fold(Rng & rng, int dim, int group, int n_groups, int capacity, bool 
     CHECK_CUDA(cudaGetLastError());
     CHECK_CUDA(cudaDeviceSynchronize());
 
-    FoldArgs             ref{l.memory(), l.current(), plan.data(), n_groups};
+    for (int r = 0; r < n_rows; ++r) {
+        rotate_values(&l.cur_k[size_t(r) * l.cur_stride], size_t(l.n_head_kv) * dim, rot.k);
+        rotate_values(&l.cur_v[size_t(r) * l.cur_stride], size_t(l.n_head_kv) * dim, rot.v);
+    }
+    FoldArgs             ref{l.memory(), l.current(), {0, 0}, plan.data(), n_groups};
     std::vector<uint8_t> scratch(kv_fold_scratch(ref, 1) + 64);
     Threads              t{};
     t.nth           = 1;
@@ -736,15 +807,18 @@ void time_attend(const Shape & s, int group, int n_kv, int n_q, bool all_far, co
     for (auto & x : q) {
         x = normal(rng);
     }
-    DeviceArray<int32_t>    src_d(src);
+    const DeviceCells       cells(src, 31);
     DeviceArray<uint16_t>   mask_d(mask);
     DeviceArray<float>      q_d(q), out(q.size());
     std::vector<AttendArgs> args;
     for (auto & l : t.layers) {
         AttendArgs a{};
-        a.mem = l.mem, a.cur = l.cur, a.cell_src = src_d.get(), a.n_kv = n_kv, a.q = q_d.get();
+        a.mem = l.mem, a.cur = l.cur, a.n_kv = n_kv, a.q = q_d.get();
+        a.rot = rotation_of(n_q * s.n_head / s.n_head_kv <= 16, s.dim);
+        cells.tell(a);
         a.q_stride_query = int64_t(s.n_head) * s.dim, a.q_stride_head = s.dim, a.n_q = n_q, a.n_head = s.n_head;
-        a.mask = mask_d.get(), a.mask_stride = n_kv, a.scale = 1.0f / std::sqrt(float(s.dim)), a.out = out.get();
+        a.mask = n_q == 1 ? nullptr : mask_d.get(), a.mask_stride = n_kv, a.scale = 1.0f / std::sqrt(float(s.dim)),
+        a.out = out.get();
         args.push_back(a);
     }
     DeviceArray<uint8_t> scratch(kv_attend_cuda_scratch(args[0], device));
@@ -790,8 +864,8 @@ void time_fold(const Shape & s, int group, int n_rows) {
     DeviceArray<int32_t> plan_d(plan), dst_d(dst), count(std::vector<int32_t>{n_groups, 1}),
         none(std::vector<int32_t>{0, 1});
     const SideLayout side = side_layout(l.n_head_kv, l.dim, l.n_cells / group);
-    const FoldArgs   f{d.mem, d.cur, plan_d.get(), n_groups + 2};
-    const StoreArgs  st{d.mem, d.cur, dst_d.get()};
+    const FoldArgs   f{d.mem, d.cur, {0, 0}, plan_d.get(), n_groups + 2};
+    const StoreArgs  st{d.mem, d.cur, {0, 0}, dst_d.get()};
     const Epoch      epoch{count.get() + 1, reinterpret_cast<int32_t *>(d.side.get() + side.epoch_offset)};
     constexpr int    n     = 32;
     auto             timed = [&](const std::function<void(cudaStream_t)> & one) {

@@ -21,6 +21,7 @@ compile -c bench/cuda/harness.cu -o "$build/harness.o"
 compile -c cpp/ops/kv_fold.cu -o "$build/fold.o"
 compile -c cpp/ops/kv_store.cu -o "$build/store.o"
 compile -c cpp/ops/kv_fold.cpp -o "$build/fold_cpu.o"
+compile -c cpp/ops/rotate.cpp -o "$build/rotate.o"
 compile -c cpp/format/fp4_codec.cpp -o "$build/codec.o"
 for v in "${variants[@]}"; do
     compile -Xptxas -v -DKVFOLD_DECODE_WARPS="$v" -c cpp/ops/kv_attend.cu -o "$build/attend_$v.o" 2>"$out/ptxas_$v.txt"
@@ -28,7 +29,7 @@ done
 for p in "${pids[@]}"; do
     wait "$p"
 done
-common=("$build"/{harness,fold,store,fold_cpu,codec}.o)
+common=("$build"/{harness,fold,store,fold_cpu,rotate,codec}.o)
 for v in "${variants[@]}"; do
     nvcc -arch="$arch" "${common[@]}" "$build/attend_$v.o" -o "$build/harness_$v"
 done

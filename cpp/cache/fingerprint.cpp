@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "ggml-backend.h"
+#include "ggml-backend-impl.h"
 #include "llama-model.h"
 
 namespace kvfold {
@@ -45,14 +45,16 @@ uint64_t model_fingerprint(const llama_model & model) {
         }
     }
 
-    // Token embeddings and norms are read because nothing repacks them (a repacked weight cannot be read back). A dry run has no
-    // weights and saves no state.
+    // Token embeddings and norms are read because nothing repacks them; where embeddings also serve as the output matrix, that copy
+    // may be repacked and cannot be read back. A dry run has no weights and saves no state.
     for (const auto & [name, tensor] : model.tensors_by_name) {
         const bool norm = name.find("norm") != std::string::npos && tensor->ne[1] == 1;
         if (!norm && name != "token_embd.weight") {
             continue;
         }
-        if (tensor->buffer == nullptr || tensor->data == nullptr || hparams.no_alloc) {
+        const bool readable =
+            tensor->buffer != nullptr && tensor->data != nullptr && tensor->buffer->iface.get_tensor != nullptr;
+        if (!readable || hparams.no_alloc) {
             continue;
         }
         std::vector<unsigned char> head(std::min<size_t>(ggml_nbytes(tensor), 64));

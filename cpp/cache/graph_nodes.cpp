@@ -1,6 +1,10 @@
 #include "cache/graph_nodes.h"
 
+#include <algorithm>
+#include <cstring>
+#include <initializer_list>
 #include <stdexcept>
+#include <vector>
 
 #include "cache/hooks.h"
 #include "llama-graph.h"
@@ -15,106 +19,106 @@ namespace {
 class PlanInput : public llm_graph_input_i {
   public:
     PlanInput(kvfold_cache * cache, ggml_context * ctx, int64_t n_kv, int64_t n_tokens)
-        : cache_(cache), n_tokens_(n_tokens) {
-        const int64_t capacity = NearPool::plan_capacity(cache->near.n_rows(), uint32_t(n_tokens));
-        cell_src               = ggml_new_tensor_1d(ctx, GGML_TYPE_I32, n_kv);
-        fold  = ggml_new_tensor_1d(ctx, GGML_TYPE_I32, kPlanHeader + capacity * (1 + cache->config.group));
-        store = ggml_new_tensor_1d(ctx, GGML_TYPE_I32, kPlanHeader + n_tokens);
-        for (ggml_tensor * t : {cell_src, fold, store}) {
-            ggml_set_input(t);
-        }
-        ggml_set_name(cell_src, "kvfold_cell_src");
-        ggml_set_name(fold, "kvfold_fold_plan");
-        ggml_set_name(store, "kvfold_store_dst");
+        : layout_(plan_layout((n_kv + 31) / 32, cache->near.n_rows(), n_tokens, cache->config.group)), cache_(cache),
+          n_tokens_(n_tokens), needs_mask_(cache->plan.needs_mask), fused_rotation_(cache->fused_rotation) {
+        words = ggml_new_tensor_1d(ctx, GGML_TYPE_I32, layout_.size);
+        ggml_set_input(words);
+        ggml_set_name(words, "kvfold_plan");
     }
 
     void set_input(const llama_ubatch *) override {
+        if (words->buffer == nullptr) {
+            return;  // no node of this graph reads it
+        }
         const UbatchPlan & plan = cache_->plan;
-        write(cell_src, {}, plan.cell_src);
-        write(fold, {plan.n_groups, plan.epoch, 0, 0}, plan.fold_entries);
-        write(store, {int32_t(plan.store_dst.size()), plan.epoch, 0, 0}, plan.store_dst);
+        GGML_ASSERT(int64_t(plan.far_bits.size()) == layout_.exact - layout_.far &&
+                    int64_t(plan.exact.size()) <= layout_.exact_capacity && plan.n_groups <= layout_.fold_capacity &&
+                    int64_t(plan.store_dst.size()) == n_tokens_);
+        values_.resize(size_t(layout_.size));
+        values_[kPlanFolds] = plan.n_groups;
+        values_[kPlanEpoch] = plan.epoch;
+        std::memcpy(&values_[size_t(layout_.far)], plan.far_bits.data(), plan.far_bits.size() * sizeof(uint32_t));
+        std::memcpy(&values_[size_t(layout_.exact)], plan.exact.data(), plan.exact.size() * sizeof(ExactCell));
+        for (int64_t i = int64_t(plan.exact.size()); i < layout_.exact_capacity; ++i) {
+            values_[size_t(layout_.exact + 2 * i)]     = 0;
+            values_[size_t(layout_.exact + 2 * i + 1)] = kSrcHidden;
+        }
+        std::copy(plan.fold_entries.begin(), plan.fold_entries.end(), values_.begin() + layout_.fold);
+        std::copy(plan.store_dst.begin(), plan.store_dst.end(), values_.begin() + layout_.store);
+        ggml_backend_tensor_set(words, values_.data(), 0, values_.size() * sizeof(int32_t));
     }
 
     bool can_reuse(const llm_graph_params & params) override {
-        return int64_t(params.ubatch.n_tokens) == n_tokens_ && int64_t(cache_->plan.cell_src.size()) == cell_src->ne[0];
+        const UbatchPlan & plan = cache_->plan;
+        return int64_t(params.ubatch.n_tokens) == n_tokens_ &&
+               int64_t(plan.far_bits.size()) == layout_.exact - layout_.far && plan.needs_mask == needs_mask_ &&
+               cache_->fused_rotation == fused_rotation_;
     }
 
     const kvfold_cache * cache() const { return cache_; }
 
-    ggml_tensor * cell_src;
-    ggml_tensor * fold;
-    ggml_tensor * store;
+    ggml_tensor * words;  // PlanLayout
 
   private:
-    static void write(ggml_tensor * t, const std::vector<int32_t> & header, const std::vector<int32_t> & data) {
-        if (t->buffer == nullptr) {
-            return;  // no node of this graph reads it
-        }
-        GGML_ASSERT((header.size() + data.size()) * sizeof(int32_t) <= ggml_nbytes(t));
-        if (!header.empty()) {
-            ggml_backend_tensor_set(t, header.data(), 0, header.size() * sizeof(int32_t));
-        }
-        if (!data.empty()) {
-            ggml_backend_tensor_set(t, data.data(), header.size() * sizeof(int32_t), data.size() * sizeof(int32_t));
-        }
-    }
-
-    kvfold_cache * cache_;
-    int64_t        n_tokens_;
+    const PlanLayout     layout_;
+    kvfold_cache * const cache_;
+    const int64_t        n_tokens_;
+    const bool           needs_mask_;
+    const bool           fused_rotation_;
+    std::vector<int32_t> values_;
 };
 
-void make_custom(ggml_tensor * t, NodeOp op, const CacheLayer & layer, int32_t group, float scale, float softcap) {
-    t->op = GGML_OP_CUSTOM;
+// What is the same in all nodes of a layer.
+struct NodeSpec {
+    const CacheLayer & layer;
+    int32_t            group;
+    Rotation           rot;
+    float              scale   = 0.0f;
+    float              softcap = 0.0f;
+};
+
+void make_custom(ggml_tensor * t, NodeOp op, const NodeSpec & spec, std::initializer_list<ggml_tensor *> sources) {
+    const CacheLayer & layer = spec.layer;
+    t->op                    = GGML_OP_CUSTOM;
     // Layout of ggml's custom-op parameters: function (left null), number of tasks, user data.
     const int32_t all_threads = GGML_N_TASKS_MAX;
     std::memset(t->op_params, 0, sizeof(t->op_params));
     std::memcpy(reinterpret_cast<char *>(t->op_params) + sizeof(void *), &all_threads, sizeof(all_threads));
-    const NodeParams p = {kNodeMagic, int32_t(op), layer.n_head_kv, layer.head_dim, group, scale, softcap};
+    const NodeParams p = {kNodeMagic,
+                          int16_t(op),
+                          int16_t(spec.group),
+                          layer.n_head_kv,
+                          layer.head_dim,
+                          int32_t(layer.far_k->ne[1]),
+                          int32_t(layer.near->ne[1]),
+                          int16_t(spec.rot.k),
+                          int16_t(spec.rot.v),
+                          spec.scale,
+                          spec.softcap};
     std::memcpy(t->op_params + kNodeSlot, &p, sizeof(p));
+    std::copy(sources.begin(), sources.end(), t->src);
 }
 
-ggml_tensor * attend_node(ggml_context * ctx, const CacheLayer & layer, int32_t group, ggml_tensor * q,
-                          ggml_tensor * mask, ggml_tensor * cell_src, ggml_tensor * sinks, float scale, float softcap) {
-    ggml_tensor * t = ggml_new_tensor_3d(ctx, GGML_TYPE_F32, layer.head_dim, q->ne[2], q->ne[1]);
-    make_custom(t, NodeOp::attend, layer, group, scale, softcap);
-    t->src[attend_src::q]        = q;
-    t->src[attend_src::far_k]    = layer.far_k;
-    t->src[attend_src::far_v]    = layer.far_v;
-    t->src[attend_src::side]     = layer.side;
-    t->src[attend_src::near]     = layer.near;
-    t->src[attend_src::k_cur]    = layer.k_cur;
-    t->src[attend_src::v_cur]    = layer.v_cur;
-    t->src[attend_src::mask]     = mask;
-    t->src[attend_src::cell_src] = cell_src;
-    t->src[attend_src::sinks]    = sinks;
+ggml_tensor * attend_node(ggml_context * ctx, const NodeSpec & spec, ggml_tensor * q, ggml_tensor * plan,
+                          ggml_tensor * mask, ggml_tensor * sinks) {
+    const CacheLayer & layer = spec.layer;
+    ggml_tensor *      t     = ggml_new_tensor_3d(ctx, GGML_TYPE_F32, layer.head_dim, q->ne[2], q->ne[1]);
+    make_custom(t, NodeOp::attend, spec,
+                {q, layer.far_k, layer.far_v, layer.tier, layer.k_cur, layer.v_cur, plan, mask, sinks});
     return t;
 }
 
-ggml_tensor * fold_node(ggml_context * ctx, const CacheLayer & layer, int32_t group, ggml_tensor * plan,
-                        ggml_tensor * before) {
-    ggml_tensor * t = ggml_view_tensor(ctx, layer.far_k);
-    make_custom(t, NodeOp::fold, layer, group, 0.0f, 0.0f);
-    t->src[fold_src::far_k]  = layer.far_k;
-    t->src[fold_src::far_v]  = layer.far_v;
-    t->src[fold_src::side]   = layer.side;
-    t->src[fold_src::near]   = layer.near;
-    t->src[fold_src::k_cur]  = layer.k_cur;
-    t->src[fold_src::v_cur]  = layer.v_cur;
-    t->src[fold_src::plan]   = plan;
-    t->src[fold_src::before] = before;
+ggml_tensor * fold_node(ggml_context * ctx, const NodeSpec & spec, ggml_tensor * plan, ggml_tensor * before) {
+    const CacheLayer & layer = spec.layer;
+    ggml_tensor *      t     = ggml_view_tensor(ctx, layer.far_k);
+    make_custom(t, NodeOp::fold, spec, {layer.far_k, layer.far_v, layer.tier, layer.k_cur, layer.v_cur, plan, before});
     return t;
 }
 
-ggml_tensor * store_node(ggml_context * ctx, const CacheLayer & layer, int32_t group, ggml_tensor * dst,
-                         ggml_tensor * before) {
-    ggml_tensor * t = ggml_view_tensor(ctx, layer.near);
-    make_custom(t, NodeOp::store, layer, group, 0.0f, 0.0f);
-    t->src[store_src::near]   = layer.near;
-    t->src[store_src::side]   = layer.side;
-    t->src[store_src::k_cur]  = layer.k_cur;
-    t->src[store_src::v_cur]  = layer.v_cur;
-    t->src[store_src::dst]    = dst;
-    t->src[store_src::before] = before;
+ggml_tensor * store_node(ggml_context * ctx, const NodeSpec & spec, ggml_tensor * plan, ggml_tensor * before) {
+    const CacheLayer & layer = spec.layer;
+    ggml_tensor *      t     = ggml_view_tensor(ctx, layer.tier);
+    make_custom(t, NodeOp::store, spec, {layer.tier, layer.k_cur, layer.v_cur, plan, before});
     return t;
 }
 
@@ -141,13 +145,17 @@ bool run_fold(const CacheLayer & layer, int32_t group, const std::vector<int32_t
     }
     ggml_context_ptr ctx(ggml_init({ggml_tensor_overhead() * 8 + ggml_graph_overhead_custom(8, false), nullptr, true}));
 
-    CacheLayer    rows = layer;
-    const int64_t gqa  = int64_t(layer.n_head_kv) * layer.head_dim;
-    rows.k_cur         = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_F32, gqa, 1);
-    rows.v_cur         = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_F32, gqa, 1);
-    ggml_tensor * plan = ggml_new_tensor_1d(ctx.get(), GGML_TYPE_I32, kPlanHeader + int64_t(entries.size()));
-    ggml_tensor * node = fold_node(ctx.get(), rows, group, plan, nullptr);
-    ggml_cgraph * gf   = ggml_new_graph_custom(ctx.get(), 8, false);
+    // The node derives the plan's capacity from the number of near and current rows.
+    CacheLayer    rows  = layer;
+    const int64_t gqa   = int64_t(layer.n_head_kv) * layer.head_dim;
+    const int64_t n_cur = std::max<int64_t>(1, n_groups - layer.near->ne[1]);
+    rows.k_cur          = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_F32, gqa, n_cur);
+    rows.v_cur          = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_F32, gqa, n_cur);
+
+    const PlanLayout layout = plan_layout(0, layer.near->ne[1], n_cur, group);
+    ggml_tensor *    plan   = ggml_new_tensor_1d(ctx.get(), GGML_TYPE_I32, layout.size);
+    ggml_tensor *    node   = fold_node(ctx.get(), {rows, group, {}}, plan, nullptr);
+    ggml_cgraph *    gf     = ggml_new_graph_custom(ctx.get(), 8, false);
     ggml_build_forward_expand(gf, node);
 
     // The views of cache tensors are in place already; this allocates the three inputs.
@@ -157,24 +165,27 @@ bool run_fold(const CacheLayer & layer, int32_t group, const std::vector<int32_t
     }
     const int32_t header[kPlanHeader] = {n_groups, epoch, 0, 0};
     ggml_backend_tensor_set(plan, header, 0, sizeof(header));
-    ggml_backend_tensor_set(plan, entries.data(), sizeof(header), entries.size() * sizeof(int32_t));
+    ggml_backend_tensor_set(plan, entries.data(), size_t(layout.fold) * sizeof(int32_t),
+                            entries.size() * sizeof(int32_t));
     return ggml_backend_graph_compute(backend.get(), gf) == GGML_STATUS_SUCCESS;
 }
 
 ggml_tensor * probe_attend(ggml_context * ctx, int32_t n_head, int32_t n_head_kv, int32_t head_dim, int32_t group) {
-    const int64_t gqa = int64_t(n_head_kv) * head_dim;
-    CacheLayer    layer{};
+    constexpr int64_t n_cells = 256, n_near = 1;
+    const int64_t     gqa  = int64_t(n_head_kv) * head_dim;
+    const TierLayout  tier = tier_layout(n_head_kv, head_dim, int32_t(n_cells / group), int32_t(n_near));
+    CacheLayer        layer{};
     layer.n_head_kv = n_head_kv;
     layer.head_dim  = head_dim;
-    layer.far_k     = ggml_new_tensor_2d(ctx, GGML_TYPE_NVFP4, gqa, 256);
-    layer.far_v     = ggml_new_tensor_2d(ctx, GGML_TYPE_NVFP4, gqa, 256);
-    layer.side  = ggml_new_tensor_1d(ctx, GGML_TYPE_I8, int64_t(side_layout(n_head_kv, head_dim, 256 / group).bytes));
-    layer.near  = ggml_new_tensor_3d(ctx, GGML_TYPE_F16, gqa, 1, 2);
-    layer.k_cur = ggml_new_tensor_2d(ctx, GGML_TYPE_F32, gqa, 1);
-    layer.v_cur = ggml_new_tensor_2d(ctx, GGML_TYPE_F32, gqa, 1);
-    return attend_node(ctx, layer, group, ggml_new_tensor_3d(ctx, GGML_TYPE_F32, head_dim, 1, n_head),
-                       ggml_new_tensor_2d(ctx, GGML_TYPE_F16, 256, 1), ggml_new_tensor_1d(ctx, GGML_TYPE_I32, 256),
-                       nullptr, 1.0f, 0.0f);
+    layer.far_k     = ggml_new_tensor_2d(ctx, GGML_TYPE_NVFP4, gqa, n_cells);
+    layer.far_v     = ggml_new_tensor_2d(ctx, GGML_TYPE_NVFP4, gqa, n_cells);
+    layer.tier      = ggml_new_tensor_1d(ctx, GGML_TYPE_I8, int64_t(tier.bytes));
+    layer.near      = ggml_new_tensor_3d(ctx, GGML_TYPE_F16, gqa, n_near, 2);
+    layer.k_cur     = ggml_new_tensor_2d(ctx, GGML_TYPE_F32, gqa, 1);
+    layer.v_cur     = ggml_new_tensor_2d(ctx, GGML_TYPE_F32, gqa, 1);
+    return attend_node(ctx, {layer, group, {}, 1.0f}, ggml_new_tensor_3d(ctx, GGML_TYPE_F32, head_dim, 1, n_head),
+                       ggml_new_tensor_1d(ctx, GGML_TYPE_I32, plan_layout(n_cells / 32, n_near, 1, group).size),
+                       ggml_new_tensor_2d(ctx, GGML_TYPE_F16, n_cells, 1), nullptr);
 }
 
 }  // namespace kvfold
@@ -193,12 +204,14 @@ ggml_tensor * kvfold_build_attn(const llm_graph_context & g, ggml_tensor * q, gg
     }
 
     const kvfold::CacheLayer & layer   = cache->layers[index];
-    const int32_t              group   = cache->config.group;
     const float                softcap = g.hparams.attn_soft_cap ? g.hparams.f_attn_logit_softcapping : 0.0f;
     auto &                     input   = kvfold::plan_input(g, cache, kq_mask->ne[0], q->ne[1]);
 
+    const kvfold::NodeSpec spec = {layer, cache->config.group,
+                                   cache->fused_rotation ? cache->rotation : kvfold::Rotation{}, kq_scale, softcap};
+
     ggml_tensor * attend =
-        kvfold::attend_node(g.ctx0, layer, group, q, kq_mask, input.cell_src, sinks, kq_scale, softcap);
+        kvfold::attend_node(g.ctx0, spec, q, input.words, cache->plan.needs_mask ? kq_mask : nullptr, sinks);
     ggml_format_name(attend, "kvfold_attend-%d", il);
     g.res->add_fused_node({LLM_FUSED_OP_FLASH_ATTN, attend, il});
     if (ggml_backend_buffer_is_host(layer.far_k->buffer)) {
@@ -207,8 +220,8 @@ ggml_tensor * kvfold_build_attn(const llm_graph_context & g, ggml_tensor * q, gg
     ggml_build_forward_expand(g.gf, attend);
 
     if (il == layer.last_il) {
-        ggml_tensor * fold  = kvfold::fold_node(g.ctx0, layer, group, input.fold, attend);
-        ggml_tensor * store = kvfold::store_node(g.ctx0, layer, group, input.store, fold);
+        ggml_tensor * fold  = kvfold::fold_node(g.ctx0, spec, input.words, attend);
+        ggml_tensor * store = kvfold::store_node(g.ctx0, spec, input.words, fold);
         ggml_format_name(fold, "kvfold_fold-%d", il);
         ggml_format_name(store, "kvfold_store-%d", il);
         ggml_build_forward_expand(g.gf, store);

@@ -18,6 +18,7 @@
 #include "llama-memory-hybrid-iswa.h"
 #include "llama-memory-hybrid.h"
 #include "llama-model.h"
+#include "ops/graph_node.h"
 
 namespace {
 
@@ -79,6 +80,8 @@ void kvfold_access::attach(llama_kv_cache & kv) {
     };
     std::map<ggml_backend_buffer_type_t, ggml_context_ptr, BuftLess> contexts;
 
+    int32_t most_columns = 1;
+    bool    all_host     = true;
     for (size_t ikv = 0; ikv < kv.layers.size(); ++ikv) {
         const auto &       from = kv.layers[ikv];
         kvfold::CacheLayer layer{};
@@ -97,17 +100,23 @@ void kvfold_access::attach(llama_kv_cache & kv) {
         ggml_backend_buffer_type_t buft = ggml_backend_buffer_get_type(from.k->buffer);
         auto &                     ctx  = contexts[buft];
         if (!ctx) {
-            ctx.reset(ggml_init({ggml_tensor_overhead() * 2 * kv.layers.size(), nullptr, true}));
+            ctx.reset(ggml_init({ggml_tensor_overhead() * 3 * kv.layers.size(), nullptr, true}));
         }
-        const int64_t gqa  = int64_t(layer.n_head_kv) * layer.head_dim;
-        const auto    side = kvfold::side_layout(layer.n_head_kv, layer.head_dim, int32_t(cache.n_groups()));
-        layer.side         = ggml_new_tensor_1d(ctx.get(), GGML_TYPE_I8, int64_t(side.bytes));
-        layer.near         = ggml_new_tensor_3d(ctx.get(), GGML_TYPE_F16, gqa, cache.near.n_rows(), 2);
-        ggml_format_name(layer.side, "cache_side_l%d", layer.il);
-        ggml_format_name(layer.near, "cache_near_l%d", layer.il);
+        const int64_t gqa     = int64_t(layer.n_head_kv) * layer.head_dim;
+        const int32_t columns = int32_t(kv.hparams.n_head(from.il)) / layer.n_head_kv;  // of one query
+        most_columns          = std::max(most_columns, columns);
+        all_host              = all_host && ggml_backend_buffer_is_host(from.k->buffer);
+        const auto tier       = kvfold::tier_layout(layer.n_head_kv, layer.head_dim, int32_t(cache.n_groups()),
+                                                    int32_t(cache.near.n_rows()));
+        layer.tier            = ggml_new_tensor_1d(ctx.get(), GGML_TYPE_I8, int64_t(tier.bytes));
+        layer.side            = ggml_view_1d(ctx.get(), layer.tier, int64_t(tier.side.bytes), 0);
+        layer.near            = ggml_new_tensor_3d(ctx.get(), GGML_TYPE_F16, gqa, cache.near.n_rows(), 2);
+        layer.near->view_src  = layer.tier;  // ggml's own views cannot change the type
+        layer.near->view_offs = tier.near_offset;
+        ggml_format_name(layer.tier, "cache_tier_l%d", layer.il);
 
         cache.far_bytes += ggml_nbytes(layer.far_k) + ggml_nbytes(layer.far_v);
-        cache.side_bytes += ggml_nbytes(layer.side);
+        cache.side_bytes += tier.near_offset;
         cache.near_bytes += ggml_nbytes(layer.near);
         cache.f16_bytes += uint64_t(2) * uint64_t(gqa) * cache.n_ctx * sizeof(ggml_fp16_t);
         cache.layers.push_back(layer);
@@ -133,6 +142,16 @@ void kvfold_access::attach(llama_kv_cache & kv) {
         kv.ctxs_bufs.emplace_back(std::move(ctx), ggml_backend_buffer_ptr(buffer));
     }
 
+    // The device's decode kernel has 16 columns at most; the CPU rotates everything itself.
+    cache.fused_queries  = all_host ? INT32_MAX : 16 / most_columns;
+    cache.fused_rotation = all_host;
+    if (kv.attn_rot_k) {
+        for (cache.rotation.k = 64; kv.n_embd_head_k_all % (2 * cache.rotation.k) == 0;) {
+            cache.rotation.k *= 2;
+        }
+    }
+    cache.rotation.v = kv.attn_rot_v ? 64 : 0;
+
     cache.fingerprint = kvfold::model_fingerprint(kv.model);
     cache.publish();
 }
@@ -151,7 +170,8 @@ void kvfold_access::applied(llama_kv_cache & kv, const llama_kv_cache::slot_info
     for (uint32_t s = 0; s < ubatch.n_seqs_unq; ++s) {
         seqs.set(size_t(ubatch.seq_id_unq[s]));
     }
-    cache.plan = cache.near.plan(cells, sinfo.idxs[0], seqs, n_kv);
+    cache.plan           = cache.near.plan(cells, sinfo.idxs[0], seqs, n_kv);
+    cache.fused_rotation = int64_t(ubatch.n_tokens) <= cache.fused_queries;
 
     cache.folds += uint64_t(cache.plan.n_groups);
     const size_t stride = 1 + cache.group();
@@ -185,6 +205,8 @@ ggml_tensor * kvfold_access::cpy_v(const llama_kv_cache & kv, ggml_context * ctx
     layer.v_cur  = ggml_view_2d(ctx, v_cur, v_cur->ne[0] * v_cur->ne[1], v_cur->ne[2], v_cur->nb[2], 0);
     return layer.v_cur;
 }
+
+bool kvfold_access::rotates(const llama_kv_cache & kv) { return kv.kvfold && kv.kvfold->fused_rotation; }
 
 void kvfold_access::refuse_shift(const char * what) {
     kvfold::fail(

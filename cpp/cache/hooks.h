@@ -48,6 +48,9 @@ struct kvfold_access {
     static ggml_tensor * cpy_k(const llama_kv_cache & kv, ggml_context * ctx, ggml_tensor * k_cur, int32_t il);
     static ggml_tensor * cpy_v(const llama_kv_cache & kv, ggml_context * ctx, ggml_tensor * v_cur, int32_t il);
 
+    // Our nodes of the graph that is being built rotate keys, queries and values; llama.cpp need not.
+    static bool rotates(const llama_kv_cache & kv);
+
     static void refuse_shift(const char * what);
 
     static void state_write(const llama_kv_cache & kv, llama_io_write_i & io, llama_seq_id seq_id);

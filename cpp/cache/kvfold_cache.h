@@ -22,6 +22,7 @@ struct CacheLayer {
     int32_t       head_dim;
     ggml_tensor * far_k;  // nvfp4 [gqa, n_cells], the cache's own root tensors
     ggml_tensor * far_v;
+    ggml_tensor * tier;             // i8 [tier_layout().bytes], of which the next two are parts
     ggml_tensor * side;             // i8 [side_layout().bytes]
     ggml_tensor * near;             // f16 [gqa, n_near, 2]
     ggml_tensor * k_cur = nullptr;  // rows of the micro-batch in the graph being built
@@ -46,6 +47,12 @@ struct kvfold_cache {
     std::vector<kvfold::CacheLayer> layers;
     kvfold::NearPool                near;
     kvfold::UbatchPlan              plan;  // of the micro-batch whose graph runs next (or ran last)
+
+    // Hadamard sizes as llama.cpp has chosen them; 0: none. Whether the graph that is being built leaves the rotation to our
+    // nodes, instead of having nodes of its own for it: that saves launches, but with many queries is work done twice.
+    kvfold::Rotation rotation{};
+    bool             fused_rotation = false;
+    int32_t          fused_queries  = 0;  // a micro-batch of up to so many tokens does
 
     uint64_t fingerprint = 0;  // of the model, for state files
 

@@ -5,6 +5,13 @@
 #include "ggml.h"
 #include "ops/kv_ops.h"
 
+// A function whose loops are worth having for wider vectors than every processor has; the loader picks.
+#if defined(__x86_64__) && defined(__gnu_linux__)
+#define KVFOLD_VECTOR_CLONES __attribute__((target_clones("avx2", "default")))
+#else
+#define KVFOLD_VECTOR_CLONES
+#endif
+
 namespace kvfold {
 
 NearPool::NearPool(const Config & config, uint32_t n_cells)
@@ -114,6 +121,76 @@ void NearPool::add_to_plan(const llama_kv_cells & cells, uint32_t group_index, b
     plan.n_groups += 1;
 }
 
+namespace {
+
+// Sets the bit of every cell in use; `bits` is zero before.
+KVFOLD_VECTOR_CLONES void list_used(const llama_kv_cells & cells, uint32_t n_kv, uint32_t * bits) {
+    const auto used  = [&](uint32_t c) { return uint32_t(!cells.is_empty(c)); };
+    uint32_t   first = 0;
+    for (; first + 32 <= n_kv; first += 32) {  // a fixed count, or compilers will not use vectors
+        uint32_t word = 0;
+        for (uint32_t i = 0; i < 32; ++i) {
+            word |= used(first + i) << i;
+        }
+        bits[first / 32] = word;
+    }
+    for (; first < n_kv; ++first) {
+        bits[first / 32] |= used(first) << (first % 32);
+    }
+}
+
+// Is the token in `cell` the last one of all these sequences, at a position of its own?
+bool is_last(const llama_kv_cells & cells, uint32_t cell, const llama_kv_cells::seq_set_t & seqs, uint32_t n_seq_max) {
+    for (uint32_t s = 0; s < n_seq_max; ++s) {
+        if (seqs.test(s)) {
+            const auto & order = cells.seq_pos_get(llama_seq_id(s));
+            auto         last  = order.rbegin();
+            if (last == order.rend() || last->second != cell) {
+                return false;
+            }
+            const llama_pos pos = last->first;
+            if (++last != order.rend() && last->first >= pos) {
+                return false;
+            }
+        }
+    }
+    return true;
+}
+
+}  // namespace
+
+// This runs for every token and looks at every cell, so with one sequence it asks for nothing but positions.
+void NearPool::list_cells(const llama_kv_cells & cells, const std::vector<uint32_t> & own,
+                          const llama_kv_cells::seq_set_t & seqs, uint32_t n_kv, UbatchPlan & plan) const {
+    plan.far_bits.assign((n_kv + 31) / 32, 0);
+    if (config_.n_seq_max == 1) {
+        list_used(cells, n_kv, plan.far_bits.data());
+    } else {
+        for (uint32_t c = 0; c < n_kv; ++c) {
+            if (!cells.is_empty(c) && (cells.seq_get_all(c) & seqs).any()) {
+                plan.far_bits[c / 32] |= 1u << (c % 32);
+            }
+        }
+    }
+    // A single token sees whatever is listed unless something of its sequences is at its position or behind it.
+    plan.needs_mask = own.size() != 1 || seqs.count() != 1 || !is_last(cells, own[0], seqs, config_.n_seq_max);
+
+    const auto add = [&](uint32_t cell, int32_t src) {
+        if (cell < n_kv && (plan.far_bits[cell / 32] >> (cell % 32) & 1u) != 0) {
+            plan.far_bits[cell / 32] &= ~(1u << (cell % 32));
+            plan.exact.push_back({int32_t(cell), src});
+        }
+    };
+    for (size_t i = 0; i < own.size(); ++i) {
+        add(own[i], src_current(int32_t(i)));
+    }
+    for (size_t row = 0; row < cell_of_row_.size(); ++row) {
+        if (cell_of_row_[row] >= 0) {
+            add(uint32_t(cell_of_row_[row]), int32_t(row));
+        }
+    }
+}
+
 UbatchPlan NearPool::plan(const llama_kv_cells & cells, const std::vector<uint32_t> & own,
                           const llama_kv_cells::seq_set_t & seqs, uint32_t n_kv) {
     UbatchPlan plan;
@@ -126,16 +203,7 @@ UbatchPlan NearPool::plan(const llama_kv_cells & cells, const std::vector<uint32
         current_row_[own[i]] = int32_t(i);
     }
 
-    plan.cell_src.resize(n_kv);
-    for (uint32_t c = 0; c < n_kv; ++c) {
-        int32_t src = kSrcHidden;
-        if (!cells.is_empty(c) && (cells.seq_get_all(c) & seqs).any()) {
-            src = current_row_[c] >= 0   ? src_current(current_row_[c])
-                  : row_of_cell_[c] >= 0 ? row_of_cell_[c]
-                                         : kSrcFar;
-        }
-        plan.cell_src[c] = src;
-    }
+    list_cells(cells, own, seqs, n_kv, plan);
 
     // Groups with exact members.
     std::vector<uint32_t> candidates;

@@ -6,17 +6,20 @@
 #include <vector>
 
 #include "llama-kv-cells.h"
+#include "ops/kv_ops.h"
 
 namespace kvfold {
 
 // What one micro-batch's graph reads and does. Encodings: kv_ops.h (kSrc...), graph_node.h (kPlan...).
 struct UbatchPlan {
-    int32_t               epoch = 0;
-    std::vector<int32_t>  cell_src;      // [n_kv]
-    std::vector<int32_t>  fold_entries;  // n_groups * (1 + group)
-    int32_t               n_groups = 0;
-    std::vector<int32_t>  store_dst;  // [n_tokens]
-    std::vector<uint32_t> cells;      // the micro-batch's own cells
+    int32_t                epoch = 0;
+    std::vector<uint32_t>  far_bits;           // [(n_kv + 31) / 32]
+    std::vector<ExactCell> exact;              // real entries only
+    bool                   needs_mask = true;  // the queries do not all see every cell that is listed
+    std::vector<int32_t>   fold_entries;       // n_groups * (1 + group)
+    int32_t                n_groups = 0;
+    std::vector<int32_t>   store_dst;  // [n_tokens]
+    std::vector<uint32_t>  cells;      // the micro-batch's own cells
 };
 
 // The exact tier: which cell has which row of the near pool.
@@ -41,9 +44,6 @@ class NearPool {
     }
 
     uint32_t n_rows() const { return uint32_t(cell_of_row_.size()); }
-
-    // Groups a plan can hold: each has at least one near or current member.
-    static uint32_t plan_capacity(uint32_t n_rows, uint32_t n_tokens) { return n_rows + n_tokens; }
 
     // Rows whose cell is still in use.
     uint32_t count_used(const llama_kv_cells & cells) const;
@@ -70,6 +70,8 @@ class NearPool {
     bool      has_foldable(const llama_kv_cells & cells, uint32_t group_index) const;
     bool      is_old(const llama_kv_cells & cells, uint32_t group_index) const;
     llama_pos last_pos(const llama_kv_cells & cells, uint32_t group_index) const;
+    void      list_cells(const llama_kv_cells & cells, const std::vector<uint32_t> & own,
+                         const llama_kv_cells::seq_set_t & seqs, uint32_t n_kv, UbatchPlan & plan) const;
     void      add_to_plan(const llama_kv_cells & cells, uint32_t group_index, bool with_sinks, UbatchPlan & plan);
 
     Config               config_;

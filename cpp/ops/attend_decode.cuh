@@ -6,14 +6,16 @@
 // (query, head of the group) in its 8-column dimension, because there are few columns. Score tiles become the B operand of the
 // value product by an 8x8 transpose.
 //
-// First come the far rows of a warp's tiles. Summaries are an extra score tile whose rows are handed to the keys of their groups
-// by shuffles. Rows are copied to shared memory ahead of time: the keys of the next tile as soon as those of this one are
-// done with, the values likewise. Then the warps of a block share its near and current rows, 16 cells at a time.
+// Far rows come tile by tile, as their bits in AttendArgs::far_bits say. Summaries are an extra score tile whose rows are handed
+// to the keys of their groups by shuffles. Rows are copied to shared memory ahead of time: the keys of the next tile as soon as
+// those of this one are done with, the values likewise. The exact cells are a list of their own, 16 a unit of work, and go to the
+// warps that have the fewest tiles.
 #pragma once
 
 #include "ops/attend_merge.cuh"
 #include "ops/attend_params.cuh"
 #include "ops/decode_rows.cuh"
+#include "ops/launch.cuh"
 
 namespace kvfold {
 namespace device {
@@ -31,6 +33,9 @@ __host__ __device__ constexpr int decode_warps(int dim, int nb, bool small) {
            : (nb == 1 && !small) ? KVFOLD_DECODE_WARPS
                                  : 8;
 }
+
+// Current rows that a warp has room for in shared memory.
+constexpr int kSharedRows = 16;
 
 template <int D, int NB, int WARPS>
 struct DecodeShape {
@@ -51,6 +56,7 @@ struct DecodeShape {
     // Dynamic shared memory, words: the queries, then each warp's tile (keys, values, summaries), or what merging needs.
     static constexpr int tile_words(int group) { return (2 * kDecodeTile + kDecodeTile / group) * far_stride; }
     static constexpr int merge_words = warps * 8 * acc_stride;
+    static_assert(kSharedRows * D / 2 + 1 <= tile_words(32), "current rows take the place of a tile");
     static constexpr int shared_bytes(int group) {
         return 4 * (q_words + (warps * tile_words(group) > merge_words ? warps * tile_words(group) : merge_words));
     }
@@ -116,57 +122,58 @@ __device__ __forceinline__ void weigh(Softmax<NB> & sm, const float (&s)[NB][4],
 
 // --- masks -----------------------------------------------------------------------------------------------------------
 
-// Source of cell `cell` and what the first query says about it, on their way.
-struct CellRequest {
-    int      src;
+// Which cells of a tile are far, and what the first query says about cell `lane` of it, on their way.
+struct TileRequest {
+    uint32_t far;
     uint16_t mask;
 };
 
-__device__ __forceinline__ CellRequest request_cell(const AttendParams & p, int cell, int query0) {
-    CellRequest c{kSrcHidden, 0};
-    if (cell < p.n_kv) {
-        c.src = __ldg(p.cell_src + cell);
-        if (p.mask) {
-            c.mask = __half_as_ushort(__ldg(p.mask + query0 * p.mask_stride + cell));
+__device__ __forceinline__ TileRequest request_tile(const AttendParams & p, int tile, int query0, int lane) {
+    TileRequest r{0, 0};
+    if (tile >= 0) {
+        r.far = __ldg(p.far_bits + tile);
+        if (p.mask && tile * 32 + lane < p.n_kv) {
+            r.mask = __half_as_ushort(__ldg(p.mask + query0 * p.mask_stride + tile * 32 + lane));
         }
     }
-    return c;
+    return r;
 }
 
-// What the queries of a block say about the cells of a tile; cell `lane` of it belongs to this lane.
+// What the queries of a block see of the far rows of a tile.
 struct TileSight {
-    int      src;         // kSrcHidden also for a cell that no query sees
-    uint32_t far, exact;  // bit of each cell whose row is far, and near or current
-    bool     plain;       // every cell is far and seen by every query, with nothing added to its scores
+    uint32_t far;   // bit of each cell that some query sees
+    bool     flat;  // the queries agree which cells are seen, and nothing is added to scores
 };
 
-__device__ __forceinline__ TileSight tile_sight(const AttendParams & p, const CellRequest & c, int cell, int query0,
-                                                int query1) {
-    TileSight s;
-    s.src      = c.src;
-    bool plain = c.src != kSrcHidden;
-    if (p.mask && plain) {
-        bool seen = c.mask != 0xFC00u;
-        plain     = (c.mask & 0x7FFFu) == 0;
-        for (int i = query0 + 1; i <= query1; ++i) {
-            const uint16_t m = __half_as_ushort(p.mask[i * p.mask_stride + cell]);
-            plain &= (m & 0x7FFFu) == 0;
-            seen |= m != 0xFC00u;
+__device__ __forceinline__ TileSight tile_sight(const AttendParams & p, const TileRequest & request, int tile,
+                                                int query0, int query1, int lane) {
+    TileSight s{request.far, true};
+    if (p.mask) {
+        bool seen = false, flat = true;
+        if (request.far >> lane & 1u) {
+            seen      = request.mask != 0xFC00u;
+            bool zero = (request.mask & 0x7FFFu) == 0;
+            for (int i = query0 + 1; i <= query1; ++i) {
+                const uint16_t m = __half_as_ushort(p.mask[i * p.mask_stride + tile * 32 + lane]);
+                zero &= (m & 0x7FFFu) == 0;
+                seen |= m != 0xFC00u;
+            }
+            flat = zero || !seen;
         }
-        s.src = seen ? s.src : kSrcHidden;
+        s.far  = __ballot_sync(~0u, seen);
+        s.flat = __all_sync(~0u, flat);
     }
-    s.far   = __ballot_sync(~0u, s.src == kSrcFar);
-    s.exact = __ballot_sync(~0u, s.src != kSrcFar && s.src != kSrcHidden);
-    s.plain = __all_sync(~0u, plain && s.src == kSrcFar);
     return s;
 }
 
-// A score after the mask, for a column (query, head of the group) of the KV head.
-__device__ __forceinline__ float mask_score(const AttendParams & p, float score, int cell, bool hidden, int column) {
-    if (hidden || column >= p.n_q * p.gqa) {
+// A score after the mask, for a column (query, head of the group) of the KV head. `none`: the cell has no part in this;
+// `flat`: as in TileSight.
+__device__ __forceinline__ float mask_score(const AttendParams & p, float score, int cell, bool none, bool flat,
+                                            int column) {
+    if (none) {
         return -INFINITY;
     }
-    if (!p.mask) {
+    if (flat || column >= p.n_q * p.gqa) {
         return score;
     }
     const float m = __half2float(p.mask[column_query(p, column) * p.mask_stride + cell]);
@@ -175,31 +182,49 @@ __device__ __forceinline__ float mask_score(const AttendParams & p, float score,
 
 // --- near and current rows -------------------------------------------------------------------------------------------
 
-// Those of the 16 cells from `cell0` on. `src` is the source of cell (cell0 & ~31) + lane.
+// Entries 16 unit .. 16 unit + 15 of the list of exact cells. `space`: shared memory of the warp, kSharedRows rows of D halves.
 template <int D, int NB, int WARPS>
-__device__ __forceinline__ void attend_exact(const AttendParams & p, int head, int cell0, int src, int column0,
+__device__ __forceinline__ void attend_exact(const AttendParams & p, int head, int unit, int column0, half * space,
                                              const uint32_t (&q)[NB][D / 32][4], Softmax<NB> & sm,
                                              float (&o)[NB][D / 16][4]) {
     using S          = DecodeShape<D, NB, WARPS>;
     constexpr int KW = S::key_words, VW = S::value_words;
-    const int     lane = threadIdx.x & 31, t = lane & 3, r = lane >> 2, first = cell0 & 16;
-    const bool    exact = src != kSrcFar && src != kSrcHidden;
-    if (!(__ballot_sync(~0u, exact) >> first & 0xFFFFu)) {
+    const int     lane = threadIdx.x & 31, t = lane & 3, r = lane >> 2, at = 16 * unit + (lane & 15);
+    const int2    entry = at < p.n_exact ? __ldg(p.exact + at) : make_int2(0, kSrcHidden);
+    if (!__any_sync(~0u, entry.y != kSrcHidden)) {
         return;
+    }
+    const bool    current   = __any_sync(~0u, entry.y <= kSrcCurrentBase);
+    const int64_t pool_step = int64_t(p.n_head_kv) * D;
+    const bool    shared    = p.cur_half_k == nullptr;
+    ExactRows<D> keys{p.near_k + head * D, shared ? space : p.cur_half_k + head * D, pool_step, shared ? D : pool_step};
+    ExactRows<D> values = keys;
+    values.pool         = p.near_v + head * D;
+    values.current      = shared ? space : p.cur_half_v + head * D;
+    if (current && shared) {
+        rotate_current<D>(space, p.cur_k + head * D, p.cur_k_stride, p.n_current, p.rot_k, lane);
+        __syncwarp();
     }
     Octet key[2][KW], value[4][VW];
     bool  none[2];
+    int   cell[2];
 #pragma unroll
     for (int u = 0; u < 2; ++u) {
-        const int x = __shfl_sync(~0u, src, first + r + 8 * u);
-        none[u]     = x == kSrcFar || x == kSrcHidden;
-        load_exact<D, KW>(key[u], {p.near_k, p.cur_k, p.cur_k_stride, p.n_head_kv, head}, x, t * KW, t & 1);
+        const int x = __shfl_sync(~0u, entry.y, r + 8 * u);
+        cell[u]     = __shfl_sync(~0u, entry.x, r + 8 * u);
+        none[u]     = x == kSrcHidden;
+        load_exact<D, KW>(key[u], keys, x, t * KW, t & 1);
+    }
+    if (current && shared) {
+        __syncwarp();
+        rotate_current<D>(space, p.cur_v + head * D, p.cur_v_stride, p.n_current, p.rot_v, lane);
+        __syncwarp();
     }
     auto load_values = [&]() {
 #pragma unroll
         for (int u = 0; u < 4; ++u) {  // keys 2t, 2t+1, 2t+8, 2t+9
-            const int x = __shfl_sync(~0u, src, first + 2 * t + (u & 1) + 8 * (u >> 1));
-            load_exact<D, VW>(value[u], {p.near_v, p.cur_v, p.cur_v_stride, p.n_head_kv, head}, x, r * VW, false);
+            const int x = __shfl_sync(~0u, entry.y, 2 * t + (u & 1) + 8 * (u >> 1));
+            load_exact<D, VW>(value[u], values, x, r * VW, false);
         }
     };
     if constexpr (S::early_values) {
@@ -216,8 +241,8 @@ __device__ __forceinline__ void attend_exact(const AttendParams & p, int head, i
     for (int nb = 0; nb < NB; ++nb) {
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
-            s[nb][c] =
-                mask_score(p, s[nb][c], cell0 + r + 8 * (c >> 1), none[c >> 1], column0 + 8 * nb + 2 * t + (c & 1));
+            s[nb][c] = mask_score(p, s[nb][c], cell[c >> 1], none[c >> 1], p.mask == nullptr,
+                                  column0 + 8 * nb + 2 * t + (c & 1));
         }
         top[nb][0] = fmaxf(s[nb][0], s[nb][2]);
         top[nb][1] = fmaxf(s[nb][1], s[nb][3]);
@@ -238,21 +263,17 @@ __global__ void __launch_bounds__(DecodeShape<D, NB, WARPS>::threads, 1)
     constexpr int     KW = S::key_words, VW = S::value_words, MT = 4 * VW;
     extern __shared__ __align__(16) uint32_t shared[];
     __shared__ float2                        shared_ml[S::warps][8];
-    __shared__ uint64_t                      exact_rounds[S::warps];
 
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, t = lane & 3, r = lane >> 2;
     const int head = blockIdx.x, column0 = blockIdx.z * S::columns;
     const int n_columns = p.n_q * p.gqa;
     const int query0 = column_query(p, column0), query1 = column_query(p, min(column0 + S::columns, n_columns) - 1);
 
-    // Tiles are dealt out from the last, where near and current rows are, to the first. After the first round the order of
-    // the warps is reversed, so that those with these slow tiles are not the ones which get one more.
+    // Tiles are dealt out to the warps of all blocks in turn, and back again in the next round, and so on.
     const int n_tiles = (p.n_kv + kDecodeTile - 1) / kDecodeTile;
     const int step    = p.n_split * S::warps;
-    auto      tile_of = [&](int w, int round) {
-        const int me = w * p.n_split + int(blockIdx.y);
-        return n_tiles - 1 - (round == 0 ? me : round * step + step - 1 - me);
-    };
+    const int me      = warp * p.n_split + int(blockIdx.y);
+    auto      tile_of = [&](int round) { return n_tiles - 1 - (round == 0 ? me : round * step + step - 1 - me); };
 
     // The warp's tile in shared memory, and how it gets there. The keys and summaries of a tile are one commit, its values
     // another; keys are requested before values, so there is always one younger commit than the one waited for.
@@ -285,10 +306,12 @@ __global__ void __launch_bounds__(DecodeShape<D, NB, WARPS>::threads, 1)
         copy_commit();
     };
 
-    int         tile = tile_of(warp, 0), after = tile_of(warp, 1);
-    CellRequest cell = request_cell(p, tile < 0 ? p.n_kv : tile * kDecodeTile + lane, query0);
+    // Far rows, plan and mask are older than the kernels that may still be running.
+    int         tile = tile_of(0), after = tile_of(1);
+    TileRequest tile_bits = request_tile(p, tile, query0, lane);
     request_keys(tile);
     request_values(tile);
+    wait_for_earlier();
 
     // queries as halves, permuted like the keys: word w has its four pairs at 8 w
     half * q_rows = reinterpret_cast<half *>(shared);
@@ -301,6 +324,7 @@ __global__ void __launch_bounds__(DecodeShape<D, NB, WARPS>::threads, 1)
         for (int i = 0; i < D / 32; ++i) {
             x[i] = column < n_columns ? from[lane + 32 * i] * p.q_scale : 0.0f;
         }
+        rotate_row(x, p.rot_k, lane);
         const int e = lane & 15, word = 2 * (lane >> 4) + (e >> 2 & 1), pair = (e & 1 ? 0 : 2) + (e & 8 ? 0 : 1);
 #pragma unroll
         for (int i = 0; i < D / 32; ++i) {
@@ -327,15 +351,10 @@ __global__ void __launch_bounds__(DecodeShape<D, NB, WARPS>::threads, 1)
         sm.l[nb][0] = sm.l[nb][1] = 0.0f;
     }
 
-    // Far rows. Rounds that have others are noted (modulo 64).
-    uint64_t exact = 0;
-    for (int round = 0; tile >= 0; tile = after, after -= step, ++round) {
+    for (; tile >= 0; tile = after, after -= step) {
         const int       cell0 = tile * kDecodeTile;
-        const TileSight sight = tile_sight(p, cell, cell0 + lane, query0, query1);
-        if (after >= 0) {
-            cell = request_cell(p, after * kDecodeTile + lane, query0);
-        }
-        exact |= uint64_t(sight.exact != 0) << (round & 63);
+        const TileSight sight = tile_sight(p, tile_bits, tile, query0, query1, lane);
+        tile_bits             = request_tile(p, after, query0, lane);
         const uint32_t others = ~sight.far;
         if (others == ~0u) {
             copy_wait<0>();  // or else a slow copy could meet the next
@@ -368,7 +387,7 @@ __global__ void __launch_bounds__(DecodeShape<D, NB, WARPS>::threads, 1)
         }
         finish_scores(p, p.score_scale * kFp4Inverse, s[0]);
         finish_scores(p, p.score_scale * kFp4Inverse, s[1]);
-        if (!sight.plain) {
+        if (others != 0 || !sight.flat) {
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
 #pragma unroll
@@ -376,8 +395,8 @@ __global__ void __launch_bounds__(DecodeShape<D, NB, WARPS>::threads, 1)
 #pragma unroll
                     for (int c = 0; c < 4; ++c) {
                         const int j = 16 * i + r + 8 * (c >> 1);
-                        s[i][nb][c] =
-                            mask_score(p, s[i][nb][c], cell0 + j, others >> j & 1u, column0 + 8 * nb + 2 * t + (c & 1));
+                        s[i][nb][c] = mask_score(p, s[i][nb][c], cell0 + j, others >> j & 1u, sight.flat,
+                                                 column0 + 8 * nb + 2 * t + (c & 1));
                     }
                 }
             }
@@ -402,33 +421,15 @@ __global__ void __launch_bounds__(DecodeShape<D, NB, WARPS>::threads, 1)
     }
     copy_wait<0>();
 
-    // Near and current rows: 16 cells are a unit of work, and units go to the warps in turn.
-    if (lane == 0) {
-        exact_rounds[warp] = exact;
-    }
-    __syncthreads();
-    const uint64_t mine   = lane < S::warps ? exact_rounds[lane] : 0;
-    int            before = __popcll(mine);  // rounds of the warps before this lane, and its own
-#pragma unroll
-    for (int d = 1; d < 32; d <<= 1) {
-        const int x = __shfl_up_sync(~0u, before, d);
-        before += lane >= d ? x : 0;
-    }
-    const int n_units = 2 * __shfl_sync(~0u, before, 31);
+    // The warps that the last round of tiles has left out come first. Rows want 8-byte alignment.
+    half * const space   = reinterpret_cast<half *>(keys + ((keys - shared) & 1));
+    const int    n_units = (p.n_exact + 15) / 16, first_unit = (n_tiles / step & 1) == 0 ? step - 1 - me : me;
 #pragma unroll 1
-    for (int unit = warp; unit < n_units; unit += S::warps) {
-        const int w    = __popc(__ballot_sync(~0u, before <= unit >> 1));
-        uint64_t  left = exact_rounds[w];
-        for (int skip = __popcll(left) - (__shfl_sync(~0u, before, w) - (unit >> 1)); skip > 0; --skip) {
-            left &= left - 1;
-        }
-#pragma unroll 1
-        for (int round = __ffsll(left) - 1, again; (again = tile_of(w, round)) >= 0; round += 64) {
-            const int       first = again * kDecodeTile;
-            const TileSight sight = tile_sight(p, request_cell(p, first + lane, query0), first + lane, query0, query1);
-            attend_exact<D, NB, WARPS>(p, head, first + 16 * (unit & 1), sight.src, column0, q, sm, o);
-        }
+    for (int unit = first_unit; unit < n_units; unit += step) {
+        attend_exact<D, NB, WARPS>(p, head, unit, column0, space, q, sm, o);
     }
+    __syncthreads();  // what follows uses the memory of the tiles
+    let_next_begin();
 
     // Merge the warps: accumulators are brought to a common maximum, then added up, 64 channels at a time.
     const int n_own = min(S::columns, n_columns - column0);
@@ -500,7 +501,17 @@ __global__ void __launch_bounds__(DecodeShape<D, NB, WARPS>::threads, 1)
             __syncthreads();
         }
     }
-    if (p.n_split == 1 || p.arrival_slot < 0) {
+    if (p.n_split == 1) {
+        if (p.rot_v != 0) {
+            __syncthreads();
+            for (int j = warp; j < n_own; j += S::warps) {
+                const int column = column0 + j, query = column_query(p, column);
+                rotate_output<D>(p, query * p.n_head + head * p.gqa + column - query * p.gqa, lane);
+            }
+        }
+        return;
+    }
+    if (p.arrival_slot < 0) {
         return;
     }
 
@@ -528,16 +539,17 @@ __global__ void __launch_bounds__(DecodeShape<D, NB, WARPS>::threads, 1)
         }
     }
     __syncthreads();
-    for (int e = threadIdx.x; e < n_own * D; e += S::threads) {
-        const int j = e / D, d = e % D, column = column0 + j, query = column_query(p, column);
-        const int h     = head * p.gqa + column - query * p.gqa;
-        float     total = 0.0f, l = 0.0f;
+    for (int j = warp; j < n_own; j += S::warps) {
+        const int column = column0 + j, query = column_query(p, column), h = head * p.gqa + column - query * p.gqa;
+        float     total[D / 32] = {}, l = 0.0f;
         for (int i = j; i < shares * n_own; i += n_own) {
-            total += acc[i * D + d];
+#pragma unroll
+            for (int c = 0; c < D / 32; ++c) {
+                total[c] += acc[i * D + lane + 32 * c];
+            }
             l += (&shared_ml[0][0])[i].y;
         }
-        p.out[(size_t(query) * p.n_head + h) * D + d] =
-            finish_output(p, h, total, make_float2((&shared_ml[0][0])[j].x, l));
+        write_output<D>(p, query, h, total, make_float2((&shared_ml[0][0])[j].x, l), lane);
     }
 }
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "ops/attend_params.cuh"
+#include "ops/rotate_device.cuh"
 
 namespace kvfold {
 namespace device {
@@ -20,6 +21,39 @@ __device__ __forceinline__ float finish_output(const AttendParams & p, int h, fl
         ml.y = ml.y * f + exp2_fast(sink - top);
     }
     return ml.y > 0.0f ? total * kFp4Inverse / ml.y : 0.0f;
+}
+
+// A row of the output: the weighted sums (channel lane + 32 c) are divided and rotated back. The whole warp calls.
+template <int D>
+__device__ __forceinline__ void write_output(const AttendParams & p, int query, int h, const float (&total)[D / 32],
+                                             float2 ml, int lane) {
+    float x[D / 32];
+#pragma unroll
+    for (int c = 0; c < D / 32; ++c) {
+        x[c] = finish_output(p, h, total[c], ml);
+    }
+    rotate_row(x, p.rot_v, lane);
+    float * to = p.out + (size_t(query) * p.n_head + h) * D + lane;
+#pragma unroll
+    for (int c = 0; c < D / 32; ++c) {
+        to[32 * c] = x[c];
+    }
+}
+
+// Rotates a row of the output in place. The whole warp calls.
+template <int D>
+__device__ __forceinline__ void rotate_output(const AttendParams & p, int row, int lane) {
+    float * at = p.out + size_t(row) * D + lane;
+    float   x[D / 32];
+#pragma unroll
+    for (int c = 0; c < D / 32; ++c) {
+        x[c] = at[32 * c];
+    }
+    rotate_row(x, p.rot_v, lane);
+#pragma unroll
+    for (int c = 0; c < D / 32; ++c) {
+        at[32 * c] = x[c];
+    }
 }
 
 // Adds up the splits share, share + shares, ... of output row `row` (of `rows`) to `acc` [D]; the whole warp calls. Returns
@@ -68,15 +102,19 @@ __global__ void __launch_bounds__(32 * kMergeWarps) attend_merge(const AttendPar
         ml[warp] = mine;
     }
     __syncthreads();
-    for (int d = threadIdx.x; d < D; d += 32 * kMergeWarps) {
-        float total = 0.0f, l = 0.0f;
-#pragma unroll
-        for (int w = 0; w < kMergeWarps; ++w) {
-            total += acc[w][d];
-            l += ml[w].y;
-        }
-        p.out[size_t(row) * D + d] = finish_output(p, row % p.n_head, total, make_float2(ml[0].x, l));
+    if (warp != 0) {
+        return;
     }
+    float total[D / 32] = {}, l = 0.0f;
+#pragma unroll
+    for (int w = 0; w < kMergeWarps; ++w) {
+#pragma unroll
+        for (int c = 0; c < D / 32; ++c) {
+            total[c] += acc[w][lane + 32 * c];
+        }
+        l += ml[w].y;
+    }
+    write_output<D>(p, row / p.n_head, row % p.n_head, total, make_float2(ml[0].x, l), lane);
 }
 
 }  // namespace device

@@ -24,8 +24,13 @@ struct AttendParams {
     const half *     near_v;
     const float *    cur_k;
     const float *    cur_v;
-    const int32_t *  cell_src;
-    const half *     mask;  // null: nothing masked
+    const half *
+        cur_half_k;  // [n_current][n_head_kv][head_dim], only where there are too many for shared memory; else null
+    const half *     cur_half_v;
+    const uint32_t * far_bits;
+    const int2 *     exact;     // ExactCell
+    const int32_t *  cell_src;  // [n_kv], prefill only: the two lists above, spread out
+    const half *     mask;      // null: nothing masked
     const float *    q;
     const float *    sinks;  // null: none
     float *          out;
@@ -41,6 +46,10 @@ struct AttendParams {
     int32_t          gqa;  // query heads a KV head
     int32_t          n_q;
     int32_t          n_kv;
+    int32_t          n_exact;
+    int32_t          n_current;  // rows of the micro-batch
+    int32_t          rot_k;      // Rotation; decode only
+    int32_t          rot_v;
     int32_t          n_split;
     int32_t          arrival_slot;  // of the counters by which the last split merges; negative: another launch merges
     int32_t          group_shift;   // log2 of the cells a group

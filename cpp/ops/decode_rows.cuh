@@ -8,6 +8,7 @@
 
 #include "ops/fp4_device.cuh"
 #include "ops/kv_ops.h"
+#include "ops/rotate_device.cuh"
 
 namespace kvfold {
 namespace device {
@@ -213,39 +214,53 @@ struct Octet {
     uint32_t a, b, c, d;
 };
 
-// Where near and current rows (keys or values) are.
+// Where near and current rows (keys or values) of one head are, as halves and rotated.
+template <int D>
 struct ExactRows {
-    const half *  pool;
-    const float * current;
-    int64_t       current_stride;
-    int           n_head_kv;
-    int           head;
+    const half * pool;
+    const half * current;
+    int64_t      pool_step;  // halves from one row to the next
+    int64_t      current_step;
+
+    __device__ __forceinline__ const half * row(int src) const {
+        return src >= 0 ? pool + src * pool_step : current + (kSrcCurrentBase - src) * current_step;
+    }
 };
 
-// The thread's words of the row, whose first is `first`; zeros if `src` is neither near nor current. `swapped`: as in RowPlace.
+// The thread's words of the row, whose first is `first`; zeros if `src` is kSrcHidden. `swapped`: as in RowPlace.
 template <int D, int W>
-__device__ __forceinline__ void load_exact(Octet (&x)[W], const ExactRows & rows, int src, int first, bool swapped) {
+__device__ __forceinline__ void load_exact(Octet (&x)[W], const ExactRows<D> & rows, int src, int first, bool swapped) {
     const int swap = W > 1 && swapped ? W / 2 : 0;
 #pragma unroll
     for (int w = 0; w < W; ++w) {
         x[w] = {0, 0, 0, 0};
     }
-    if (src >= 0) {
-        const half * row = rows.pool + (size_t(src) * rows.n_head_kv + rows.head) * D;
+    if (src != kSrcHidden) {
+        const half * row = rows.row(src);
 #pragma unroll
         for (int w = 0; w < W; ++w) {
             const half * from = row + word_channel(first + (w ^ swap));
-            const uint2  lo   = __ldg(reinterpret_cast<const uint2 *>(from)),
-                         hi   = __ldg(reinterpret_cast<const uint2 *>(from + 8));
-            x[w]              = {lo.x, lo.y, hi.x, hi.y};
+            const uint2  lo = *reinterpret_cast<const uint2 *>(from), hi = *reinterpret_cast<const uint2 *>(from + 8);
+            x[w] = {lo.x, lo.y, hi.x, hi.y};
         }
-    } else if (src <= kSrcCurrentBase) {
-        const float * row = rows.current + int64_t(kSrcCurrentBase - src) * rows.current_stride + rows.head * D;
+    }
+}
+
+// The rows of the micro-batch, f32, one head's [n][D], rotated and as halves to `to` in shared memory. The whole warp calls.
+template <int D>
+__device__ __forceinline__ void rotate_current(half * to, const float * from, int64_t stride, int n, int rotation,
+                                               int lane) {
+#pragma unroll 1
+    for (int row = 0; row < n; ++row, from += stride, to += D) {
+        float x[D / 32];
 #pragma unroll
-        for (int w = 0; w < W; ++w) {
-            const float * from = row + word_channel(first + (w ^ swap));
-            x[w] = {pack_half2(__ldg(from), __ldg(from + 1)), pack_half2(__ldg(from + 2), __ldg(from + 3)),
-                    pack_half2(__ldg(from + 8), __ldg(from + 9)), pack_half2(__ldg(from + 10), __ldg(from + 11))};
+        for (int i = 0; i < D / 32; ++i) {
+            x[i] = from[lane + 32 * i];
+        }
+        rotate_row(x, rotation, lane);
+#pragma unroll
+        for (int i = 0; i < D / 32; ++i) {
+            to[lane + 32 * i] = __float2half_rn(x[i]);
         }
     }
 }

@@ -20,6 +20,7 @@ enum class FoldPart : int { keys = 0, values = 1 };
 struct FoldParams {
     LayerMemory mem;
     CurrentRows cur;
+    Rotation    rot;
     uint16_t *  spread;  // f16 [n_groups][n_head_kv]
 };
 
@@ -111,10 +112,16 @@ __device__ __forceinline__ float decode_channel(const Fp4Block * row, int d) {
     return e2m1_decode(i < 8 ? byte & 0xFu : byte >> 4) * scale_decode(block.scale[sub]);
 }
 
+// The micro-batch's rows of one head, keys or values, rotated: row r at `rows` + r * `stride`.
+struct HeadRows {
+    const float * rows;
+    int64_t       stride;
+};
+
 // Folds the keys or the values of one planned group of one head. `entry` is a plan entry in device memory. All threads of the
 // block call; the block has kFoldThreads threads.
-__device__ __forceinline__ void fold_group(const FoldParams & p, const int32_t * entry, int head, FoldPart part,
-                                           float * shared) {
+__device__ __forceinline__ void fold_group(const FoldParams & p, const HeadRows & current, const int32_t * entry,
+                                           int head, FoldPart part, float * shared) {
     const LayerMemory & mem = p.mem;
     const int           dim = mem.head_dim, m = mem.group, group = entry[0];
     const int           blocks = dim / kFp4BlockValues;
@@ -142,8 +149,7 @@ __device__ __forceinline__ void fold_group(const FoldParams & p, const int32_t *
             x = __half2float(
                 __ushort_as_half((keys ? mem.near_k : mem.near_v)[(int64_t(src) * mem.n_head_kv + head) * dim + d]));
         } else if (src <= kSrcCurrentBase) {
-            const int64_t row = kSrcCurrentBase - src;
-            x = keys ? p.cur.k[row * p.cur.k_stride + head * dim + d] : p.cur.v[row * p.cur.v_stride + head * dim + d];
+            x = current.rows[(kSrcCurrentBase - src) * current.stride + d];
         } else if (src == kSrcFar) {
             x = decode_channel(far + j * cell_step, d);
             if (keys) {

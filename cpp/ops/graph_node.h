@@ -8,6 +8,7 @@
 #include <cstring>
 
 #include "ggml.h"
+#include "ops/kv_ops.h"
 
 namespace kvfold {
 
@@ -19,30 +20,87 @@ enum class NodeOp : int32_t { attend = 1, fold = 2, store = 3 };
 constexpr int kNodeSlot = 6;
 struct NodeParams {
     int32_t magic;
-    int32_t op;  // NodeOp
+    int16_t op;     // NodeOp
+    int16_t group;  // cells a group
     int32_t n_head_kv;
     int32_t head_dim;
-    int32_t group;    // cells a group
+    int32_t n_cells;  // of the layer
+    int32_t n_near;   // rows of its near pool
+    int16_t rot_k;    // Rotation
+    int16_t rot_v;
     float   scale;    // attend
     float   softcap;  // attend; 0: none
 };
-static_assert(sizeof(NodeParams) <= GGML_MAX_OP_PARAMS - kNodeSlot * sizeof(int32_t), "must fit op_params");
+static_assert(sizeof(NodeParams) == 36 && sizeof(NodeParams) <= GGML_MAX_OP_PARAMS - kNodeSlot * sizeof(int32_t),
+              "must fit op_params");
+
+// What a layer keeps besides the far rows is one tensor, i8 [TierLayout::bytes], because a node has ten sources at most:
+//   side  SideLayout
+//   near  f16 [2][n_near][n_head_kv][head_dim]: keys, then values
+struct TierLayout {
+    SideLayout side;
+    size_t     near_offset;
+    size_t     near_bytes;
+    size_t     bytes;
+};
+
+constexpr TierLayout tier_layout(int32_t n_head_kv, int32_t head_dim, int32_t n_groups, int32_t n_near) {
+    TierLayout l{};
+    l.side        = side_layout(n_head_kv, head_dim, n_groups);
+    l.near_offset = (l.side.bytes + 127) / 128 * 128;
+    l.near_bytes  = size_t(2) * size_t(n_near) * size_t(n_head_kv) * size_t(head_dim) * sizeof(uint16_t);
+    l.bytes       = l.near_offset + l.near_bytes;
+    return l;
+}
+
+// What the nodes of a micro-batch are told is one tensor, i32 [PlanLayout::size], because every graph input costs a transfer:
+//   header  [kPlanHeader]
+//   far     [n_words]                         AttendArgs::far_bits
+//   exact   [exact_capacity][2]               AttendArgs::exact; entries behind the real ones are kSrcHidden
+//   fold    [fold_capacity][1 + group]        FoldArgs::plan; entries behind the real ones hold anything
+//   store   [n_tokens]                        StoreArgs::dst
+struct PlanLayout {
+    int64_t exact_capacity;
+    int64_t fold_capacity;  // every group that is folded has a near or a current member
+    int64_t far;            // offsets, in words
+    int64_t exact;
+    int64_t fold;
+    int64_t store;
+    int64_t size;
+};
+
+constexpr int kPlanHeader = 4;
+enum PlanHeader : int {
+    kPlanFolds = 0,  // entries of `fold` that are real
+    kPlanEpoch = 1,  // number of this plan, > 0; the store writes it to the side memory when it is done
+};
+
+constexpr PlanLayout plan_layout(int64_t n_words, int64_t n_near, int64_t n_tokens, int64_t group) {
+    PlanLayout l{};
+    l.exact_capacity = n_near + n_tokens;
+    l.fold_capacity  = n_near + n_tokens;
+    l.far            = kPlanHeader;
+    l.exact          = l.far + n_words;
+    l.fold           = l.exact + 2 * l.exact_capacity;
+    l.store          = l.fold + l.fold_capacity * (1 + group);
+    l.size           = l.store + n_tokens;
+    return l;
+}
 
 // Sources of the nodes. Shapes in ggml order (fastest first); gqa = n_head_kv * head_dim.
 //
 // attend -> f32 [head_dim, n_head, n_tokens]
 namespace attend_src {
 enum : int {
-    q,         // f32  [head_dim, n_tokens, n_head], any strides with unit stride in dimension 0
-    far_k,     // nvfp4 [gqa, n_cells]
-    far_v,     // nvfp4 [gqa, n_cells]
-    side,      // i8   [side_layout(..).bytes]
-    near,      // f16  [gqa, n_near, 2]: keys, then values
-    k_cur,     // f32  [gqa, n_tokens], rows nb[1] apart
-    v_cur,     // f32  [gqa, n_tokens]
-    mask,      // f16  [n_kv, n_tokens]
-    cell_src,  // i32  [n_kv]
-    sinks,     // f32  [n_head] or none
+    q,      // f32  [head_dim, n_tokens, n_head], any strides with unit stride in dimension 0
+    far_k,  // nvfp4 [gqa, n_cells]
+    far_v,  // nvfp4 [gqa, n_cells]
+    tier,   // TierLayout
+    k_cur,  // f32  [gqa, n_tokens], rows nb[1] apart
+    v_cur,  // f32  [gqa, n_tokens]
+    plan,   // PlanLayout
+    mask,   // f16  [n_kv, n_tokens], or none: all queries see what the plan lists
+    sinks,  // f32  [n_head], or none
 };
 }
 
@@ -51,33 +109,24 @@ namespace fold_src {
 enum : int {
     far_k,
     far_v,
-    side,
-    near,
+    tier,
     k_cur,
     v_cur,
-    plan,    // i32 [kPlanHeader + capacity * (1 + group)]: header, then the entries of FoldArgs::plan
+    plan,
     before,  // a node that must have run (the last attention that reads the old state)
 };
 }
 
-// store -> view of near
+// store -> view of tier
 namespace store_src {
 enum : int {
-    near,
-    side,
+    tier,
     k_cur,
     v_cur,
-    dst,     // i32 [kPlanHeader + n_tokens]: header, then StoreArgs::dst
+    plan,
     before,  // the fold of the same layer: it may read pool rows that are overwritten here
 };
 }
-
-// Header of the plan and of the store list.
-constexpr int kPlanHeader = 4;
-enum PlanHeader : int {
-    kPlanCount = 0,  // entries that are real; the rest is padding, so that a graph keeps its shape
-    kPlanEpoch = 1,  // number of this plan, > 0; the store writes it to the side memory when it is done
-};
 
 inline NodeParams node_params(const ggml_tensor * t) {
     NodeParams p;

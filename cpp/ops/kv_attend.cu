@@ -6,12 +6,15 @@
 #include "ops/attend_merge.cuh"
 #include "ops/attend_prefill.cuh"
 #include "ops/kv_ops_cuda.h"
+#include "ops/launch.cuh"
 
 namespace kvfold {
 
 namespace {
 
 using device::AttendParams;
+
+static_assert(sizeof(ExactCell) == sizeof(int2), "kernels read an entry as one word");
 
 // The prefill kernel of a head size. Turing has at most 64 KiB of shared memory a block.
 template <int D, bool SMALL>
@@ -23,6 +26,9 @@ struct Plan {
     int    z;        // thread blocks over the columns of a KV head
     int    n_split;  // shares of the cells
     size_t ml_offset;
+    size_t src_offset;   // prefill: the source of every cell
+    size_t rows_offset;  // decode with many rows: the current rows as halves, keys, then values
+    bool   halve_rows;
     size_t scratch;
 };
 
@@ -62,7 +68,40 @@ Plan make_plan(const AttendArgs & a, const CudaDevice & device) {
         p.ml_offset       = rows * dim * sizeof(float);
         p.scratch         = p.ml_offset + rows * sizeof(float2);
     }
+    p.halve_rows = !p.prefill && a.cur.n_rows > device::kSharedRows;
+    if (p.halve_rows) {
+        p.rows_offset = (p.scratch + 255) / 256 * 256;
+        p.scratch     = p.rows_offset + 2 * size_t(a.cur.n_rows) * a.mem.n_head_kv * dim * sizeof(half);
+    }
+    if (p.prefill) {
+        p.src_offset = (p.scratch + 255) / 256 * 256;
+        p.scratch    = p.src_offset + size_t(a.n_kv) * sizeof(int32_t);
+    }
     return p;
+}
+
+// cell_src[c] = where the row of cell c is, or kSrcHidden. One block: exact cells follow far ones.
+__global__ void __launch_bounds__(1024)
+    spread_cells(const uint32_t * far_bits, const int2 * exact, int n_exact, int32_t * cell_src, int n_kv) {
+    for (int c = threadIdx.x; c < n_kv; c += blockDim.x) {
+        cell_src[c] = far_bits[c / 32] >> (c % 32) & 1u ? kSrcFar : kSrcHidden;
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < n_exact; i += blockDim.x) {
+        const int2 e = exact[i];
+        if (e.y != kSrcHidden) {
+            cell_src[e.x] = e.y;
+        }
+    }
+}
+
+// grid: x row, y keys or values
+__global__ void halve_rows(const float * k, const float * v, int64_t k_stride, int64_t v_stride, half * to, int row) {
+    const float * from = blockIdx.y == 0 ? k + blockIdx.x * k_stride : v + blockIdx.x * v_stride;
+    to += (int64_t(blockIdx.y) * gridDim.x + blockIdx.x) * row;
+    for (int i = threadIdx.x; i < row; i += blockDim.x) {
+        to[i] = __float2half_rn(from[i]);
+    }
 }
 
 template <class S>
@@ -81,7 +120,7 @@ void launch_decode(const AttendParams & p, const Plan & plan, cudaStream_t strea
     using S              = device::DecodeShape<D, NB, warps>;
     const int bytes      = S::shared_bytes(1 << p.group_shift);
     (void) cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-    kernel<<<dim3(p.n_head_kv, plan.n_split, plan.z), S::threads, bytes, stream>>>(p);
+    launch_early(kernel, dim3(p.n_head_kv, plan.n_split, plan.z), S::threads, bytes, stream, p);
 }
 
 template <int D>
@@ -165,7 +204,12 @@ void kv_attend_cuda(const AttendArgs & a, const CudaDevice & device, void * scra
     p.near_v         = reinterpret_cast<const half *>(a.mem.near_v);
     p.cur_k          = a.cur.k;
     p.cur_v          = a.cur.v;
-    p.cell_src       = a.cell_src;
+    p.far_bits       = a.far_bits;
+    p.exact          = reinterpret_cast<const int2 *>(a.exact);
+    p.n_exact        = a.n_exact;
+    p.n_current      = a.cur.n_rows;
+    p.rot_k          = a.rot.k;
+    p.rot_v          = a.rot.v;
     p.mask           = reinterpret_cast<const half *>(a.mask);
     p.q              = a.q;
     p.sinks          = a.sinks;
@@ -188,6 +232,19 @@ void kv_attend_cuda(const AttendArgs & a, const CudaDevice & device, void * scra
     p.q_scale        = a.scale;
     p.score_scale    = a.softcap == 0.0f ? device::kLog2E : 1.0f;
     p.softcap        = a.softcap;
+    if (plan.prefill) {
+        auto * cell_src = reinterpret_cast<int32_t *>(static_cast<uint8_t *>(scratch) + plan.src_offset);
+        spread_cells<<<1, 1024, 0, stream>>>(p.far_bits, p.exact, p.n_exact, cell_src, p.n_kv);
+        p.cell_src = cell_src;
+    }
+    if (plan.halve_rows) {
+        auto *    rows = reinterpret_cast<half *>(static_cast<uint8_t *>(scratch) + plan.rows_offset);
+        const int row  = a.mem.n_head_kv * a.mem.head_dim;
+        halve_rows<<<dim3(a.cur.n_rows, 2), 256, 0, stream>>>(a.cur.k, a.cur.v, a.cur.k_stride, a.cur.v_stride, rows,
+                                                              row);
+        p.cur_half_k = rows;
+        p.cur_half_v = rows + int64_t(a.cur.n_rows) * row;
+    }
     switch (a.mem.head_dim) {
     case 64:
         launch<64>(p, plan, device, stream);

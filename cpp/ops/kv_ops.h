@@ -15,7 +15,7 @@
 
 namespace kvfold {
 
-// Where the row of a cell is read from. Used by `cell_src` (attention) and by the fold plan.
+// Where the row of a cell is read from. Used by the list of exact cells (attention) and by the fold plan.
 //   >= 0                  row of the near pool
 //   kSrcFar               the far tier (in a fold plan: the cell's own decoded far row, when a group is folded again)
 //   kSrcHidden            no query of this micro-batch sees the cell / the group has no such member. Its memory may hold
@@ -83,11 +83,21 @@ struct Threads {
     size_t scratch_bytes;
 };
 
+// Keys and values live in a rotated basis: every `n` consecutive channels are multiplied with the n-point Hadamard matrix (in
+// natural order, scaled by n^-1/2, so that it is its own inverse), which spreads outliers over the channels of a scale. An
+// operation rotates the rows it is given itself; a size of 0 means that they come rotated. Sizes are powers of two, 64 at
+// least, and divide head_dim.
+struct Rotation {
+    int32_t k;  // of keys and queries
+    int32_t v;  // of values; the result of an attention is rotated back
+};
+
 // kv_store: current rows that stay near are written to the near pool as f16.
 //   dst  [n_rows]  near row of each current row, or a negative number for "not stored"
 struct StoreArgs {
     LayerMemory     mem;
     CurrentRows     cur;
+    Rotation        rot;
     const int32_t * dst;
 };
 void kv_store(const StoreArgs & a, const Threads & t);
@@ -102,32 +112,44 @@ void kv_store(const StoreArgs & a, const Threads & t);
 struct FoldArgs {
     LayerMemory     mem;
     CurrentRows     cur;
+    Rotation        rot;
     const int32_t * plan;
     int32_t         n_groups;
 };
 size_t kv_fold_scratch(const FoldArgs & a, int nth);
 void   kv_fold(const FoldArgs & a, const Threads & t);
 
+// A visible cell whose row is exact.
+struct ExactCell {
+    int32_t cell;  // its column of the mask
+    int32_t src;   // near row or current row; kSrcHidden: an entry that only pads the list
+};
+
 // kv_attend: softmax attention of n_q queries over n_kv cells, dense.
 //   score(q, cell) = cap(scale * q . k) + mask, cap(x) = softcap * tanh(x / softcap) when softcap != 0
 //   sinks: a per-head logit that joins the softmax denominator and has no value (attention-sink tensors, gpt-oss)
 // A query that sees no cell gets zeros. All arithmetic in f32; far rows are exactly summary + difference.
 struct AttendArgs {
-    LayerMemory      mem;
-    CurrentRows      cur;
-    const int32_t *  cell_src;  // [n_kv]
-    int32_t          n_kv;      // <= mem.n_cells
-    const float *    q;         // f32; element (d, query i, head h) at q + i*q_stride_query + h*q_stride_head + d
-    int64_t          q_stride_query;
-    int64_t          q_stride_head;
-    int32_t          n_q;
-    int32_t          n_head;       // a multiple of n_head_kv; head h uses KV head h / (n_head / n_head_kv)
-    const uint16_t * mask;         // f16 0 or -inf (other values are added); [n_q][mask_stride] or null
-    int64_t          mask_stride;  // in elements
-    const float *    sinks;        // [n_head] or null
-    float            scale;
-    float            softcap;  // 0: none
-    float *          out;      // f32 [n_q][n_head][head_dim]
+    LayerMemory mem;
+    CurrentRows cur;
+    Rotation    rot;
+    const uint32_t *
+        far_bits;  // [(n_kv + 31) / 32] bit c % 32 of word c / 32: some query sees cell c, and its row is far
+    const ExactCell * exact;  // [n_exact] the other cells that some query sees, each once
+    int32_t           n_exact;
+    int32_t           n_kv;  // <= mem.n_cells
+    const float *     q;     // f32; element (d, query i, head h) at q + i*q_stride_query + h*q_stride_head + d
+    int64_t           q_stride_query;
+    int64_t           q_stride_head;
+    int32_t           n_q;
+    int32_t           n_head;  // a multiple of n_head_kv; head h uses KV head h / (n_head / n_head_kv)
+    const uint16_t *
+            mask;  // f16 0 or -inf (other values are added); [n_q][mask_stride]; null: every query sees what is listed
+    int64_t mask_stride;  // in elements
+    const float * sinks;  // [n_head] or null
+    float         scale;
+    float         softcap;  // 0: none
+    float *       out;      // f32 [n_q][n_head][head_dim]
 };
 size_t kv_attend_scratch(const AttendArgs & a, int nth);
 void   kv_attend(const AttendArgs & a, const Threads & t);

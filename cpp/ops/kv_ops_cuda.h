@@ -20,6 +20,10 @@ struct CudaDevice {
 // Can these shapes be run? Null when yes, else what is not possible.
 const char * kv_ops_cuda_refusal(int32_t n_head_kv, int32_t head_dim, int32_t group, int32_t n_head);
 
+// How the rotation is shared out: with few rows the kernels do it on the way; rows of large micro-batches come rotated, because
+// every block that reads them would do the work again. So `rot` of an attention of more than 16 columns (n_q * n_head /
+// n_head_kv), of kv_fold_cuda() and of kv_store_cuda() is {0, 0}.
+
 // kv_attend. Scores are computed from f16 queries and exactly decoded rows with f32 accumulation; weights are rounded
 // to f16 before they meet the values. `scratch` is 256-byte aligned and as large as kv_attend_cuda_scratch() says.
 size_t kv_attend_cuda_scratch(const AttendArgs & a, const CudaDevice & device);

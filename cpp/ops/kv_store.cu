@@ -8,7 +8,9 @@ namespace {
 
 // grid: x row of the micro-batch, y keys or values
 __global__ void store_kernel(const __grid_constant__ device::StoreParams p) {
-    device::store_row(p, blockIdx.x, blockIdx.y == 0, 0, p.row);
+    const bool keys = blockIdx.y == 0;
+    const int  row  = blockIdx.x;
+    device::store_row(p, row, keys ? p.k + row * p.k_stride : p.v + row * p.v_stride, keys, 0, p.row);
     device::write_epoch(p);
 }
 

@@ -43,15 +43,15 @@ __device__ __forceinline__ void write_epoch(const StoreParams & p) {
     }
 }
 
-// All threads of the block: channels first .. first + count - 1 of row r, keys or values.
-__device__ __forceinline__ void store_row(const StoreParams & p, int r, bool keys, int first, int count) {
+// All threads of the block: channels first .. first + count - 1 of row r, keys or values, of which `from` is the first.
+__device__ __forceinline__ void store_row(const StoreParams & p, int r, const float * from, bool keys, int first,
+                                          int count) {
     const int dst = p.dst[r];
     if (dst < 0) {
         return;
     }
-    const float * from = keys ? p.k + r * p.k_stride : p.v + r * p.v_stride;
-    uint16_t *    to   = (keys ? p.near_k : p.near_v) + int64_t(dst) * p.row;
-    for (int i = first + threadIdx.x; i < first + count; i += blockDim.x) {
+    uint16_t * to = (keys ? p.near_k : p.near_v) + int64_t(dst) * p.row + first;
+    for (int i = threadIdx.x; i < count; i += blockDim.x) {
         to[i] = __half_as_ushort(__float2half_rn(from[i]));
     }
 }

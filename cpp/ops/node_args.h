@@ -1,0 +1,115 @@
+// Unpacks graph nodes into the arguments of the operations. Memory is not touched, so that it may be the device's; what stands in
+// the plan's header is for the backend to read.
+#pragma once
+
+#include <algorithm>
+
+#include "ops/graph_node.h"
+
+namespace kvfold {
+
+template <typename T>
+T * tensor_data(const ggml_tensor * t) {
+    return static_cast<T *>(t->data);
+}
+
+// The far tier may be missing: a store has no use for it.
+inline LayerMemory layer_memory(const ggml_tensor * node, const ggml_tensor * far_k, const ggml_tensor * far_v,
+                                const ggml_tensor * tier) {
+    const NodeParams p      = node_params(node);
+    const TierLayout layout = tier_layout(p.n_head_kv, p.head_dim, p.n_cells / p.group, p.n_near);
+    LayerMemory      m{};
+    m.n_head_kv = p.n_head_kv;
+    m.head_dim  = p.head_dim;
+    m.group     = p.group;
+    m.n_cells   = p.n_cells;
+    m.n_near    = p.n_near;
+    m.far_k     = far_k != nullptr ? tensor_data<Fp4Block>(far_k) : nullptr;
+    m.far_v     = far_v != nullptr ? tensor_data<Fp4Block>(far_v) : nullptr;
+    m.side      = tensor_data<uint8_t>(tier);
+    m.near_k    = reinterpret_cast<uint16_t *>(m.side + layout.near_offset);
+    m.near_v    = m.near_k + layout.near_bytes / sizeof(uint16_t) / 2;
+    return m;
+}
+
+inline CurrentRows current_rows(const ggml_tensor * k_cur, const ggml_tensor * v_cur) {
+    CurrentRows c{};
+    c.k        = tensor_data<const float>(k_cur);
+    c.v        = tensor_data<const float>(v_cur);
+    c.k_stride = int64_t(k_cur->nb[1] / sizeof(float));
+    c.v_stride = int64_t(v_cur->nb[1] / sizeof(float));
+    c.n_rows   = int32_t(k_cur->ne[1]);
+    return c;
+}
+
+// The plan's words for far cells are what its size leaves beside everything else.
+inline PlanLayout plan_layout(const ggml_tensor * node, const ggml_tensor * plan, const ggml_tensor * k_cur) {
+    const NodeParams p     = node_params(node);
+    const int64_t    words = plan->ne[0] - kvfold::plan_layout(0, p.n_near, k_cur->ne[1], p.group).size;
+    return kvfold::plan_layout(words, p.n_near, k_cur->ne[1], p.group);
+}
+
+inline Rotation rotation(const ggml_tensor * node) {
+    const NodeParams p = node_params(node);
+    return {p.rot_k, p.rot_v};
+}
+
+inline AttendArgs attend_args(const ggml_tensor * t) {
+    const NodeParams    p      = node_params(t);
+    const ggml_tensor * q      = t->src[attend_src::q];
+    const ggml_tensor * plan   = t->src[attend_src::plan];
+    const ggml_tensor * mask   = t->src[attend_src::mask];
+    const ggml_tensor * sinks  = t->src[attend_src::sinks];
+    const PlanLayout    layout = plan_layout(t, plan, t->src[attend_src::k_cur]);
+    const auto *        words  = tensor_data<const int32_t>(plan);
+    AttendArgs          a{};
+    a.mem            = layer_memory(t, t->src[attend_src::far_k], t->src[attend_src::far_v], t->src[attend_src::tier]);
+    a.cur            = current_rows(t->src[attend_src::k_cur], t->src[attend_src::v_cur]);
+    a.rot            = rotation(t);
+    a.far_bits       = reinterpret_cast<const uint32_t *>(words + layout.far);
+    a.exact          = reinterpret_cast<const ExactCell *>(words + layout.exact);
+    a.n_exact        = int32_t(layout.exact_capacity);
+    a.n_kv           = int32_t(std::min<int64_t>(32 * (layout.exact - layout.far), p.n_cells));
+    a.q              = tensor_data<const float>(q);
+    a.q_stride_query = int64_t(q->nb[1] / sizeof(float));
+    a.q_stride_head  = int64_t(q->nb[2] / sizeof(float));
+    a.n_q            = int32_t(q->ne[1]);
+    a.n_head         = int32_t(q->ne[2]);
+    a.mask           = mask != nullptr ? tensor_data<const uint16_t>(mask) : nullptr;
+    a.mask_stride    = mask != nullptr ? int64_t(mask->nb[1] / sizeof(uint16_t)) : 0;
+    a.sinks          = sinks != nullptr ? tensor_data<const float>(sinks) : nullptr;
+    a.scale          = p.scale;
+    a.softcap        = p.softcap;
+    a.out            = tensor_data<float>(t);
+    return a;
+}
+
+// `n_groups` is the capacity of the plan.
+inline FoldArgs fold_args(const ggml_tensor * t) {
+    const ggml_tensor * plan   = t->src[fold_src::plan];
+    const PlanLayout    layout = plan_layout(t, plan, t->src[fold_src::k_cur]);
+    FoldArgs            a{};
+    a.mem      = layer_memory(t, t->src[fold_src::far_k], t->src[fold_src::far_v], t->src[fold_src::tier]);
+    a.cur      = current_rows(t->src[fold_src::k_cur], t->src[fold_src::v_cur]);
+    a.rot      = rotation(t);
+    a.plan     = tensor_data<const int32_t>(plan) + layout.fold;
+    a.n_groups = int32_t(layout.fold_capacity);
+    return a;
+}
+
+inline StoreArgs store_args(const ggml_tensor * t) {
+    const ggml_tensor * plan = t->src[store_src::plan];
+    StoreArgs           a{};
+    a.mem = layer_memory(t, nullptr, nullptr, t->src[store_src::tier]);
+    a.cur = current_rows(t->src[store_src::k_cur], t->src[store_src::v_cur]);
+    a.rot = rotation(t);
+    a.dst = tensor_data<const int32_t>(plan) + plan_layout(t, plan, t->src[store_src::k_cur]).store;
+    return a;
+}
+
+// Where a layer's epoch is.
+inline int32_t * epoch_of(const LayerMemory & m) {
+    return reinterpret_cast<int32_t *>(m.side + side_layout(m.n_head_kv, m.head_dim, m.n_cells / m.group).epoch_offset);
+}
+
+}  // namespace kvfold
