@@ -1,0 +1,122 @@
+// What the dense and the sparse form of attention keep in scratch: rotated inputs, and the partial results of tasks that
+// share a row. Internal to the .cpp files of the operations, like simd.h.
+#pragma once
+
+#include "ops/attend_tile.h"
+#include "ops/rotate.h"
+#include "ops/scratch_plan.h"
+
+namespace kvfold {
+namespace {
+
+// --- rotated inputs --------------------------------------------------------------------------------------------------
+
+struct RotatedOffsets {
+    size_t q;  // [n_q][n_head][head_dim]
+    size_t k;  // [n_rows][n_head_kv][head_dim]
+    size_t v;
+};
+
+inline RotatedOffsets reserve_rotated(const AttendArgs & a, ScratchPlan & plan) {
+    const size_t   row     = size_t(a.mem.head_dim) * sizeof(float);
+    const size_t   q_rows  = size_t(a.n_q) * size_t(a.n_head);
+    const size_t   kv_rows = size_t(a.cur.n_rows) * size_t(a.mem.n_head_kv);
+    RotatedOffsets at{};
+    at.q = plan.reserve(a.rot.k != 0 ? q_rows * row : 0);
+    at.k = plan.reserve(a.rot.k != 0 ? kv_rows * row : 0);
+    at.v = plan.reserve(a.rot.v != 0 ? kv_rows * row : 0);
+    return at;
+}
+
+// Rotates the thread's share of `rows` rows of `n` channels into scratch; from(r) is row r.
+template <typename Row>
+const float * rotate_share(const Threads & t, size_t offset, int64_t rows, int64_t n, int32_t size, const Row & from) {
+    float * to = scratch_at<float>(t, offset);
+    for (int64_t r = rows * t.ith / t.nth; r < rows * (t.ith + 1) / t.nth; ++r) {
+        rotate_row(from(r), to + r * n, n, size);
+    }
+    return to;
+}
+
+// The same attention with rows that are rotated already: in scratch, of which the thread writes its share.
+inline AttendArgs rotate_inputs(const AttendArgs & a, const RotatedOffsets & at, const Threads & t) {
+    const int64_t dim     = a.mem.head_dim;
+    const int64_t row     = a.mem.n_head_kv * dim;
+    AttendArgs    rotated = a;
+    if (a.rot.k != 0) {
+        rotated.q              = rotate_share(t, at.q, int64_t(a.n_q) * a.n_head, dim, a.rot.k, [&a](int64_t r) {
+            return a.q + r / a.n_head * a.q_stride_query + r % a.n_head * a.q_stride_head;
+        });
+        rotated.q_stride_query = a.n_head * dim;
+        rotated.q_stride_head  = dim;
+
+        rotated.cur.k =
+            rotate_share(t, at.k, a.cur.n_rows, row, a.rot.k, [&a](int64_t r) { return a.cur.k + r * a.cur.k_stride; });
+        rotated.cur.k_stride = row;
+    }
+    if (a.rot.v != 0) {
+        rotated.cur.v =
+            rotate_share(t, at.v, a.cur.n_rows, row, a.rot.v, [&a](int64_t r) { return a.cur.v + r * a.cur.v_stride; });
+        rotated.cur.v_stride = row;
+    }
+    return rotated;
+}
+
+// --- partial results -------------------------------------------------------------------------------------------------
+
+// [n_splits][n_q][n_head] rows of head_dim values that are not divided by the sum yet, the maximum, and the sum.
+struct Partials {
+    size_t  offset;
+    int32_t n_splits;
+
+    static size_t size(const AttendArgs & a, int32_t n_splits) {
+        return size_t(n_splits) * size_t(a.n_q) * size_t(a.n_head) * size_t(a.mem.head_dim + 2) * sizeof(float);
+    }
+
+    float * row(const AttendArgs & a, const Threads & t, int32_t split, int64_t query, int32_t head) const {
+        const size_t index = (size_t(split) * size_t(a.n_q) + size_t(query)) * size_t(a.n_head) + size_t(head);
+        return scratch_at<float>(t, offset) + index * size_t(a.mem.head_dim + 2);
+    }
+
+    // Writes the results of the thread's share of the rows.
+    void merge(const AttendArgs & a, const Threads & t) const {
+        const int64_t rows = int64_t(a.n_q) * a.n_head;
+        for (int64_t r = t.ith; r < rows; r += t.nth) {
+            merge_row(a, t, r / a.n_head, int32_t(r % a.n_head));
+        }
+    }
+
+  private:
+    void merge_row(const AttendArgs & a, const Threads & t, int64_t query, int32_t head) const {
+        const int32_t dim     = a.mem.head_dim;
+        float         maximum = -kInfinity;
+        for (int32_t s = 0; s < n_splits; ++s) {
+            maximum = std::max(maximum, row(a, t, s, query, head)[dim]);
+        }
+        float * to  = a.out + (query * a.n_head + head) * dim;
+        float   sum = 0.0f;
+        std::fill_n(to, dim, 0.0f);
+        if (maximum == -kInfinity) {
+            return;
+        }
+        for (int32_t s = 0; s < n_splits; ++s) {
+            const float * from = row(a, t, s, query, head);
+            if (from[dim] == -kInfinity) {
+                continue;
+            }
+            const float weight = expf(from[dim] - maximum);
+            sum += weight * from[dim + 1];
+            for (int32_t d = 0; d < dim; ++d) {
+                to[d] += weight * from[d];
+            }
+        }
+        const float factor = finish(maximum, sum, a.sinks, head);
+        for (int32_t d = 0; d < dim; ++d) {
+            to[d] *= factor;
+        }
+        rotate_row(to, to, dim, a.rot.v);
+    }
+};
+
+}  // namespace
+}  // namespace kvfold
