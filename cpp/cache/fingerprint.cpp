@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "ggml-backend-impl.h"
+#include "../ggml/src/ggml-backend-impl.h"  // beside llama.cpp's src, not on its include path
 #include "llama-model.h"
 
 namespace kvfold {
