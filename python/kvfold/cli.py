@@ -12,7 +12,7 @@ from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 from . import __version__
-from .commands import plan
+from .commands import plan, verify
 from .commands.options import MODEL_HELP, add_kv_options, kv_settings, positive
 from .config import KvConfig
 from .devices import gpus
@@ -328,7 +328,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_preset_option(sub)
     sub.set_defaults(action=_serve)
 
-    for command in (plan,):
+    for command in (plan, verify):
         command.add(commands)
     return parser
 
@@ -342,9 +342,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         given, rest = given[:split], given[split + 1 :]
     arguments = _parser().parse_args(given)
     arguments.rest = rest
-    action: Callable[[argparse.Namespace], None] = arguments.action
+    action: Callable[[argparse.Namespace], int | None] = arguments.action
     try:
-        action(arguments)
+        return action(arguments) or 0
     except (ModelError, ValueError, RuntimeError, ImportError, MemoryError) as error:
         print(f"kvfold: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr)
         return 1
@@ -355,7 +355,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader of our output is gone (``kvfold demo | head -1``); there is nobody left to tell.
         sys.stderr.close()
         return 1
-    return 0
 
 
 if __name__ == "__main__":
