@@ -89,7 +89,7 @@ def test_needles_are_where_they_are_said_to_be(smollm2_path: Path) -> None:
 
 
 def test_a_good_type_passes_and_a_bad_setting_fails(smollm2_path: Path) -> None:
-    """Nothing kept exact and large groups: three times the divergence of the default, see docs/reading-the-numbers.md."""
+    """Nothing kept exact and large groups: three times the divergence of the default."""
     job = Job(n_ctx=768, chunks=1, measures=("text",))
     good = verify(_setup(smollm2_path, KvConfig("fp4_csa2")), job, Thresholds(), bundled_text(), QUIET)
     assert good.passed, good

@@ -37,8 +37,8 @@ def open_model(path: Path, config: KvConfig, n_ctx: int, n_threads: int | None, 
         n_threads_batch=n_threads,
         n_gpu_layers=n_gpu_layers,
         swa_full=False,
+        flash_attn=True,
         verbose=False,
-        **({} if config.folds else {"flash_attn": True}),
     )
 
 
