@@ -1,0 +1,437 @@
+"""What a look-up of few groups costs in quality, on a real model, in NumPy.
+
+A Llama-architecture model reads a prefix with exact keys and values; the prefix is then coded as a kvfold cache codes
+it (FP4 differences to FP4 group means, exact first and last tokens), and the next tokens are evaluated with attention
+over the groups that a rule selects. Printed for every rule: the Kullback-Leibler divergence of the next-token
+distribution to that of exact, dense attention, the ratio of perplexities, and the share of the true far attention mass
+that was read.
+
+    python bench/sparse_quality.py MODEL_F32.gguf TEXT --windows 2 --prefix 2048 --rules budget
+
+MODEL_F32.gguf must hold float32 weights (bench/dequantize_gguf.py makes it). Needs gguf and kvfold (for the codec and
+the tokenizer). Keys and values of the prefix are kept in --cache between runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+# --- the model --------------------------------------------------------------------------------------------------------
+
+
+class Model:
+    """A Llama-architecture decoder with float32 weights."""
+
+    def __init__(self, path: Path) -> None:
+        from gguf import GGUFReader
+
+        reader = GGUFReader(path)
+        self.weights = {t.name: np.asarray(t.data, np.float32).reshape(t.data.shape) for t in reader.tensors}
+
+        def setting(name: str) -> float:
+            return reader.fields[f"llama.{name}"].contents()
+
+        self.n_layer = int(setting("block_count"))
+        self.n_head = int(setting("attention.head_count"))
+        self.n_head_kv = int(setting("attention.head_count_kv"))
+        self.dim = int(setting("embedding_length"))
+        self.head_dim = self.dim // self.n_head
+        self.eps = float(setting("attention.layer_norm_rms_epsilon"))
+        self.base = float(setting("rope.freq_base"))
+
+    @property
+    def ratio(self) -> int:
+        return self.n_head // self.n_head_kv
+
+    def norm(self, x: np.ndarray, name: str) -> np.ndarray:
+        scale = 1 / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + np.float32(self.eps))
+        return x * scale * self.weights[name]
+
+    def rope(self, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """Rotates neighbouring pairs of channels of ``[n, heads, head_dim]``."""
+        rate = self.base ** (-np.arange(0, self.head_dim, 2) / self.head_dim)
+        angle = positions[:, None] * rate
+        cos, sin = (f(angle).astype(np.float32)[:, None] for f in (np.cos, np.sin))
+        even, odd = x[..., ::2], x[..., 1::2]
+        return np.stack([even * cos - odd * sin, even * sin + odd * cos], axis=-1).reshape(x.shape)
+
+    def run(self, tokens: np.ndarray, first: int, attend) -> np.ndarray:
+        """Hidden states of ``tokens`` at positions ``first ...``; ``attend(layer, q, k, v)`` is the attention.
+
+        q is ``[n, n_head, head_dim]``, k and v ``[n, n_head_kv, head_dim]``; it returns what q is like.
+        """
+        positions = first + np.arange(len(tokens))
+        x = self.weights["token_embd.weight"][tokens]
+        for layer in range(self.n_layer):
+            w = {n: self.weights[f"blk.{layer}.{n}.weight"] for n in WEIGHTS}
+            h = self.norm(x, f"blk.{layer}.attn_norm.weight")
+            q = self.rope((h @ w["attn_q"].T).reshape(len(tokens), self.n_head, -1), positions)
+            k = self.rope((h @ w["attn_k"].T).reshape(len(tokens), self.n_head_kv, -1), positions)
+            v = (h @ w["attn_v"].T).reshape(len(tokens), self.n_head_kv, -1)
+            x = x + attend(layer, q, k, v).reshape(len(tokens), -1) @ w["attn_output"].T
+            h = self.norm(x, f"blk.{layer}.ffn_norm.weight")
+            gate = h @ w["ffn_gate"].T
+            x = x + (gate / (1 + np.exp(-gate)) * (h @ w["ffn_up"].T)) @ w["ffn_down"].T
+        return self.norm(x, "output_norm.weight")
+
+    def log_probabilities(self, hidden: np.ndarray) -> np.ndarray:
+        logits = hidden @ self.weights.get("output.weight", self.weights["token_embd.weight"]).T
+        logits -= logits.max(axis=-1, keepdims=True)
+        return logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+
+
+WEIGHTS = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
+
+
+def prefix_rows(model: Model, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Keys and values of a prefix under dense causal attention: ``[n_layer, n_head_kv, n, head_dim]`` each."""
+    shape = (model.n_layer, model.n_head_kv, len(tokens), model.head_dim)
+    keys, values = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
+    step = 512
+    for start in range(0, len(tokens), step):
+        part = tokens[start : start + step]
+        end = start + len(part)
+        future = np.arange(end)[None, :] > (start + np.arange(len(part)))[:, None]
+
+        def attend(layer: int, q, k, v, start=start, end=end, future=future) -> np.ndarray:
+            keys[layer, :, start:end], values[layer, :, start:end] = k.swapaxes(0, 1), v.swapaxes(0, 1)
+            out = np.zeros_like(q)
+            for head in range(model.n_head):
+                kv = head // model.ratio
+                score = q[:, head] @ keys[layer, kv, :end].T * np.float32(model.head_dim**-0.5)
+                score[future] = -np.inf
+                score = np.exp(score - score.max(axis=1, keepdims=True))
+                out[:, head] = score @ values[layer, kv, :end] / score.sum(axis=1, keepdims=True)
+            return out
+
+        model.run(part, start, attend)
+    return keys, values
+
+
+# --- the cache --------------------------------------------------------------------------------------------------------
+
+
+def hadamard(n: int) -> np.ndarray:
+    h = np.ones((1, 1), np.float32)
+    while len(h) < n:
+        h = np.block([[h, h], [h, -h]])
+    return h * np.float32(n**-0.5)
+
+
+@dataclass
+class Coded:
+    """A prefix as the cache holds it; keys rotated. Groups are counted from position 0.
+
+    keys, values    ``[n_layer, n_head_kv, n, head_dim]``, decoded
+    summary         ``[n_layer, n_head_kv, n / m, head_dim]``, spread ``[n_layer, n_head_kv, n / m]``
+    channel_spread  variance per channel, which the product does not store; here to see what it would buy
+    """
+
+    m: int
+    keys: np.ndarray
+    values: np.ndarray
+    summary: np.ndarray
+    spread: np.ndarray
+    channel_spread: np.ndarray
+
+
+def code(core, keys: np.ndarray, values: np.ndarray, m: int) -> Coded:
+    def fp4(x: np.ndarray) -> np.ndarray:
+        return core.fp4_decode(core.fp4_encode(np.ascontiguousarray(x)))
+
+    turn = hadamard(64)
+    shape = keys.shape
+
+    def rotate(x: np.ndarray) -> np.ndarray:
+        return (x.reshape(*shape[:-1], -1, 64) @ turn).reshape(shape)
+
+    k, v = rotate(keys), rotate(values)
+    groups = k.reshape(*shape[:2], shape[2] // m, m, shape[3])
+    mean = groups.mean(axis=3)
+    summary = fp4(mean)
+    variance = ((groups - mean[:, :, :, None]) ** 2).mean(axis=3)
+    spread = variance.mean(axis=-1).astype(np.float16).astype(np.float32)
+    decoded = (summary[:, :, :, None] + fp4(groups - summary[:, :, :, None])).reshape(shape)
+    return Coded(m, decoded, fp4(v), summary, spread, variance)
+
+
+# --- rules ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How groups are selected; ``look`` None: all of them."""
+
+    name: str
+    m: int = 4
+    look: tuple[float, float] | None = (0.2, 0.2)
+    threshold: float = 0.0
+    min_tokens: int = 0
+    coefficient: float = 1.0  # of the spread term; 1 is its theoretical size
+    combine: str = "probabilities"  # "log-sum-exp", "max"
+    dense_layers: int = 0
+    score: str = "spread"  # "channel" (variance per channel), "true" (exact masses), "two-stage"
+    first_stage: float = 0.0  # two-stage: groups whose keys are read, as a multiple of `look`
+    shared_by: int = 1  # layers that use one selection
+    sinks: int = 4
+    tail: int = 128
+
+
+def take(p: np.ndarray, seen: np.ndarray, rule: Rule, look: tuple[float, float]) -> np.ndarray:
+    """Selected groups, bool ``[n_q, n_groups]``, from the logs of their estimated masses."""
+    n_q, n_groups = p.shape
+    p = np.where(seen, p, -np.inf)
+    with np.errstate(invalid="ignore"):
+        bins = np.minimum(2047, np.floor(64 * (p.max(axis=1, keepdims=True) - p)))
+    bins = np.where(seen, bins, 4096).astype(np.int64)
+    order = np.argsort(bins * n_groups + (n_groups - 1 - np.arange(n_groups)), axis=1)
+    candidates = seen.sum(axis=1)
+    floor = -(-rule.min_tokens // rule.m)
+    most, least = (
+        np.minimum(candidates, np.maximum(np.ceil(np.float32(s) * candidates.astype(np.float32)), floor)).astype(int)
+        for s in (look[1], look[0])
+    )
+    mass = np.where(bins < 4096, np.exp(-bins / 64), 0)
+    count = np.zeros(n_q, int)
+    for i in range(n_q):
+        per_bin = np.bincount(bins[i][seen[i]], minlength=2048) * np.exp(-np.arange(2048) / 64)
+        rest = mass[i].sum() - np.cumsum(per_bin)
+        last = int(np.argmax(rest <= rule.threshold * mass[i].sum() + 1e-12))
+        count[i] = min(max(int((bins[i] <= last).sum()), least[i]), most[i])
+    taken = np.zeros((n_q, n_groups), bool)
+    np.put_along_axis(taken, order, np.arange(n_groups)[None, :] < count[:, None], axis=1)
+    return taken
+
+
+def combined(e: np.ndarray, seen: np.ndarray, how: str) -> np.ndarray:
+    """``[ratio, n_q, n_groups]`` scores of the query heads of one KV head -> ``[n_q, n_groups]``."""
+    e = np.where(seen, e, -np.inf)
+    if how != "log-sum-exp":
+        top = e.max(axis=2, keepdims=True)
+        e = e - top - np.log(np.exp(e - top).sum(axis=2, keepdims=True))
+    if how == "max":
+        return e.max(axis=0)
+    top = np.where(seen, e.max(axis=0), 0)
+    with np.errstate(divide="ignore"):
+        return top + np.log(np.exp(e - top).sum(axis=0))
+
+
+@dataclass
+class Measures:
+    recalled: list[np.ndarray]
+    read: float = 0
+    visible: float = 0
+
+
+class SparseAttention:
+    """Attention of evaluated tokens over a coded prefix and themselves, by a rule."""
+
+    def __init__(self, model: Model, coded: Coded, keys: np.ndarray, values: np.ndarray, rule: Rule) -> None:
+        self.model, self.coded, self.rule = model, coded, rule
+        self.keys, self.values = keys, values  # exact, not rotated
+        self.turn = hadamard(64)
+        self.measures = Measures([])
+        self.taken: dict[int, np.ndarray] = {}
+
+    def rotate(self, x: np.ndarray) -> np.ndarray:
+        return (x.reshape(*x.shape[:-1], -1, 64) @ self.turn).reshape(x.shape)
+
+    def __call__(self, layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
+        model, coded, rule = self.model, self.coded, self.rule
+        n_q, n, m = len(q), self.keys.shape[2], coded.m
+        scale = np.float32(model.head_dim**-0.5)
+        position = n + np.arange(n_q)
+        end = (np.arange(n // m) + 1) * m
+        seen = (end[None, :] <= (position + 1 - rule.tail)[:, None]) & (end > rule.sinks)[None, :]  # [n_q, groups]
+        far = np.repeat(seen, m, axis=1)  # cells of the prefix
+        q, k, v = (self.rotate(x) for x in (q, k, v))
+        causal = np.arange(n_q)[None, :] <= np.arange(n_q)[:, None]
+        out = np.zeros_like(q)
+        recalled = np.zeros((model.n_head, n_q), np.float32)
+        for kv in range(model.n_head_kv):
+            heads = slice(kv * model.ratio, (kv + 1) * model.ratio)
+            qs = q[:, heads].swapaxes(0, 1)  # [ratio, n_q, head_dim]
+            far_score = scale * (qs @ coded.keys[layer, kv].T)
+            near_score = scale * (qs @ self.rotate(self.keys[layer, kv]).T)
+            own_score = np.where(causal, scale * (qs @ k[:, kv].T), -np.inf)
+            score = np.where(far, far_score, near_score)  # [ratio, n_q, n]
+            sparse = rule.look is not None and layer >= rule.dense_layers
+            if sparse:
+                taken = self.select(layer, kv, qs, scale, seen, far_score)
+                read = ~far | np.repeat(taken, m, axis=1)
+                self.measures.read += taken.sum()
+                self.measures.visible += seen.sum()
+            else:
+                read = np.ones_like(far)
+            top = np.maximum(score.max(axis=2), own_score.max(axis=2))[..., None]
+            weight, own = np.exp(score - top), np.exp(own_score - top)
+            if sparse:
+                far_mass = np.where(far, weight, 0).sum(axis=2)
+                recalled[heads] = np.where(far & read, weight, 0).sum(axis=2) / far_mass
+            weight = np.where(read, weight, 0)
+            total = weight.sum(axis=2) + own.sum(axis=2)
+            mixed = np.where(far, weight, 0) @ coded.values[layer, kv]
+            mixed += np.where(far, 0, weight) @ self.rotate(self.values[layer, kv])
+            mixed += own @ v[:, kv]
+            out[:, heads] = (mixed / total[..., None]).swapaxes(0, 1)
+        if sparse:
+            self.measures.recalled.append(recalled)
+        return self.rotate(out)
+
+    def select(self, layer: int, kv: int, qs: np.ndarray, scale: np.float32, seen: np.ndarray, cells: np.ndarray):
+        rule, coded = self.rule, self.coded
+        if (layer - rule.dense_layers) % rule.shared_by:
+            return self.taken[kv]
+        e = scale * (qs @ coded.summary[layer, kv].T)
+        squares = (qs**2).sum(axis=2, keepdims=True) * scale**2
+        if rule.score == "channel":
+            e += 0.5 * rule.coefficient * scale**2 * (qs**2 @ coded.channel_spread[layer, kv].T)
+        else:
+            e += 0.5 * rule.coefficient * squares * coded.spread[layer, kv]
+        by_group = cells.reshape(*cells.shape[:2], -1, coded.m)
+        top = by_group.max(axis=3)
+        true = top + np.log(np.exp(by_group - top[..., None]).sum(axis=3))
+        if rule.score == "true":
+            e = true
+        if rule.score == "two-stage":
+            wide = replace(rule, threshold=0.0)
+            first = take(combined(e, seen, rule.combine), seen, wide, (rule.first_stage, rule.first_stage))
+            # The exact scores of the first stage's groups, in competition among themselves.
+            e = np.where(first, true, -1e4)
+        taken = take(combined(e, seen, rule.combine), seen, rule, rule.look)
+        self.taken[kv] = taken
+        return taken
+
+
+# --- runs -------------------------------------------------------------------------------------------------------------
+
+
+def rule_sets() -> dict[str, list[Rule]]:
+    dense = Rule("dense", look=None)
+    sets: dict[str, list[Rule]] = {}
+    sets["combine"] = [dense] + [
+        Rule(f"m={m} {int(100 * b)} % {how}", m=m, look=(b, b), combine=how)
+        for m in (4, 2)
+        for b in (0.1, 0.2)
+        for how in ("probabilities", "log-sum-exp", "max")
+    ]
+    sets["coefficient"] = [
+        Rule(f"m={m} 15 % coefficient {c}", m=m, look=(0.15, 0.15), coefficient=c)
+        for m in (4, 2)
+        for c in (0.0, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0)
+    ]
+    sets["budget"] = [
+        Rule(f"m={m} {int(100 * b)} %{' first two dense' if d else ''}", m=m, look=(b, b), dense_layers=d)
+        for m in (2, 4, 8)
+        for b in (0.05, 0.1, 0.15, 0.2)
+        for d in (0, 2)
+    ]
+    sets["threshold"] = [
+        Rule(f"m=4 {int(100 * a)}-{int(100 * b)} % threshold {t}", look=(a, b), threshold=t, dense_layers=2)
+        for a, b in ((0.1, 0.2), (0.05, 0.2))
+        for t in (0.1, 0.2, 0.3, 0.4, 0.5)
+    ] + [Rule(f"m=4 20 % min_tokens {t}", min_tokens=t, dense_layers=2) for t in (256, 512, 1024)]
+    sets["score"] = [
+        Rule(f"m={m} {int(100 * b)} % {s}", m=m, look=(b, b), score=s)
+        for m in (2, 4, 8)
+        for b in (0.1, 0.2)
+        for s in ("spread", "channel", "true")
+    ]
+    sets["two-stage"] = [
+        Rule(
+            f"m={m} keys {int(100 * w)} %, values {int(100 * b)} %", m=m, look=(b, b), score="two-stage", first_stage=w
+        )
+        for m in (4, 2)
+        for w, b in ((0.2, 0.1), (0.3, 0.1), (0.2, 0.05), (0.25, 0.15), (0.3, 0.2), (0.4, 0.1))
+    ]
+    sets["reuse"] = [Rule(f"m=4 20 % one selection for {n} layers", shared_by=n, dense_layers=2) for n in (1, 2, 4, 7)]
+    return sets
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("text", type=Path)
+    parser.add_argument("--prefix", type=int, default=3840)
+    parser.add_argument("--tokens", type=int, default=128, help="evaluated after each prefix; at most the near tier")
+    parser.add_argument("--windows", type=int, default=2)
+    parser.add_argument("--rules", nargs="+", default=["budget"], choices=list(rule_sets()))
+    parser.add_argument("--cache", type=Path, default=Path("/tmp/sparse_quality"))
+    options = parser.parse_args()
+
+    from kvfold import _runtime
+
+    core = _runtime.load()
+    model = Model(options.model)
+    options.cache.mkdir(parents=True, exist_ok=True)
+    ids = tokens_of(options, (options.prefix + options.tokens + 1) * options.windows)
+    windows = ids.reshape(options.windows, -1)
+    rules = [rule for name in options.rules for rule in rule_sets()[name]]
+    results: dict[str, list] = {rule.name: [] for rule in rules}
+    for number, window in enumerate(windows):
+        prefix, tokens = window[: options.prefix], window[options.prefix : -1]
+        targets = window[options.prefix + 1 :]
+        keys, values = cached_prefix(model, prefix, options.cache)
+        exact = None
+        codes: dict[int, Coded] = {}
+        for rule in rules:
+            if rule.m not in codes:
+                codes = {rule.m: code(core, keys, values, rule.m)}
+            if exact is None:
+                nothing = replace(rule, look=None, tail=1 << 30)
+                exact = model.log_probabilities(
+                    model.run(tokens, options.prefix, SparseAttention(model, codes[rule.m], keys, values, nothing))
+                )
+                print(f"window {number}: perplexity {np.exp(-exact[np.arange(len(targets)), targets].mean()):.2f}")
+            began = time.monotonic()
+            attention = SparseAttention(model, codes[rule.m], keys, values, rule)
+            got = model.log_probabilities(model.run(tokens, options.prefix, attention))
+            divergence = (np.exp(exact) * (exact - got)).sum(axis=1)
+            worse = (exact - got)[np.arange(len(targets)), targets]
+            measures = attention.measures
+            recalled = np.mean(measures.recalled) if measures.recalled else 1.0
+            share = measures.read / measures.visible if measures.visible else 1.0
+            results[rule.name].append((divergence, worse, recalled, share, (exact.argmax(1) == got.argmax(1))))
+            print(
+                f"  {rule.name}: KLD {1e3 * divergence.mean():.2f}e-3 recalled {100 * recalled:.1f} % "
+                f"share {100 * share:.1f} % ({time.monotonic() - began:.1f} s)",
+                flush=True,
+            )
+    print("\n| rule | groups read | mass recalled | KLD | PPL ratio | top-1 |\n|---|---|---|---|---|---|")
+    for name, runs in results.items():
+        divergence, worse, same = (np.concatenate([r[i] for r in runs]) for i in (0, 1, 4))
+        error = 1e3 * divergence.std() / np.sqrt(len(divergence))
+        print(
+            f"| {name} | {100 * np.mean([r[3] for r in runs]):.1f} % | {100 * np.mean([r[2] for r in runs]):.1f} % | "
+            f"{1e3 * divergence.mean():.2f}e-3 ± {error:.2f} | {np.exp(worse.mean()):.4f} | {100 * same.mean():.1f} % |"
+        )
+
+
+def tokens_of(options: argparse.Namespace, n: int) -> np.ndarray:
+    from llama_cpp import Llama
+
+    llm = Llama(str(options.model), vocab_only=True, verbose=False)
+    ids = np.array(llm.tokenize(options.text.read_bytes(), add_bos=False))
+    if len(ids) < n:
+        raise SystemExit(f"{options.text}: {len(ids)} tokens, but {n} are needed; use fewer or shorter windows")
+    return ids[:n]
+
+
+def cached_prefix(model: Model, prefix: np.ndarray, folder: Path) -> tuple[np.ndarray, np.ndarray]:
+    name = hashlib.sha256(prefix.tobytes() + str(model.dim).encode()).hexdigest()[:16]
+    path = folder / f"{name}.npz"
+    if not path.exists():
+        keys, values = prefix_rows(model, prefix)
+        np.savez(path, keys=keys, values=values)
+    with np.load(path) as file:
+        return file["keys"], file["values"]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,505 @@
+// kv_select: scores groups by their summaries and lists those that are worth reading.
+//
+// Three phases with barriers between them: queries are rotated and scaled and groups classified; groups are scored, in
+// slices of kSlice, each summary decoded once for all rows that want it; then one thread makes the list of each (query,
+// KV head). Scores of all groups are kept in scratch; to bound it, many queries are done in several rounds.
+//
+// A *slot* is a place of the scores: without a pool slot and group are the same, with one it is an entry of the pool.
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "ops/kv_select.h"
+#include "ops/rotate.h"
+#include "ops/scratch_plan.h"
+#include "ops/simd.h"
+
+namespace kvfold {
+
+namespace {
+
+constexpr int32_t kSlice       = 64;       // slots that are scored at a time
+constexpr int64_t kScoreFloats = 1 << 20;  // scores of a round, unless one query needs more
+
+constexpr float    kInfinity    = std::numeric_limits<float>::infinity();
+constexpr uint16_t kF16MinusInf = 0xFC00;
+constexpr float    kNoCandidate = -kInfinity;  // in place of a score
+constexpr float    kLargest     = 1e30f;       // scores are clamped to +- this, so that differences are finite
+
+enum GroupState : uint8_t { kEmpty, kPartial, kComplete };
+
+int32_t divide_up(int32_t a, int32_t b) { return (a + b - 1) / b; }
+
+struct Shape {
+    int32_t gqa;       // query heads a KV head
+    int32_t n_groups;  // the last one may be cut off by n_kv
+    int32_t n_slots;   // a multiple of kSlice
+    int32_t n_slices;
+    int32_t block;  // queries a round
+    size_t  q_offset, square_offset, state_offset, thread_offset, thread_bytes, score_offset;
+    size_t  bytes;
+
+    Shape(const SelectArgs & a, int nth) {
+        const int32_t dim = a.mem.head_dim;
+        gqa               = a.n_head / a.mem.n_head_kv;
+        n_groups          = divide_up(a.n_kv, a.mem.group);
+        n_slices          = std::max(1, divide_up(a.pool != nullptr ? a.pool_capacity : n_groups, kSlice));
+        n_slots           = n_slices * kSlice;
+        block             = int32_t(std::min<int64_t>(a.n_q, kScoreFloats / (int64_t(a.n_head) * n_slots)));
+        block             = std::max(1, block);
+
+        const size_t q_rows = size_t(a.n_q) * size_t(a.n_head);
+        thread_bytes = ScratchPlan::align(size_t(4 * dim) * sizeof(float) + size_t(kSelectBins) * sizeof(int32_t));
+
+        ScratchPlan plan;
+        q_offset      = plan.reserve(q_rows * size_t(dim) * sizeof(float));
+        square_offset = plan.reserve(q_rows * sizeof(float));
+        state_offset  = plan.reserve(size_t(n_groups));
+        thread_offset = plan.reserve(size_t(nth) * thread_bytes);
+        score_offset  = plan.reserve(size_t(block) * size_t(a.n_head) * size_t(n_slots) * sizeof(float));
+        bytes         = plan.bytes();
+    }
+};
+
+// What the phases share.
+struct Work {
+    const SelectArgs & a;
+    const Shape &      shape;
+    const Threads &    threads;
+    float *            q;        // [n_q][n_head][head_dim], rotated and scaled
+    float *            square;   // [n_q][n_head] half the squared length of those
+    uint8_t *          state;    // [n_groups] GroupState
+    float *            score;    // [query of the round][n_head][n_slots]
+    float *            decoded;  // [4][head_dim], this thread's
+    int32_t *          count;    // [kSelectBins], this thread's
+
+    Work(const SelectArgs & args, const Shape & s, const Threads & t) : a(args), shape(s), threads(t) {
+        q       = scratch_at<float>(t, s.q_offset);
+        square  = scratch_at<float>(t, s.square_offset);
+        state   = scratch_at<uint8_t>(t, s.state_offset);
+        score   = scratch_at<float>(t, s.score_offset);
+        decoded = scratch_at<float>(t, s.thread_offset + size_t(t.ith) * s.thread_bytes);
+        count   = reinterpret_cast<int32_t *>(decoded + 4 * args.mem.head_dim);
+    }
+
+    float * row(int32_t query_of_round, int32_t head) const {
+        return score + (int64_t(query_of_round) * a.n_head + head) * shape.n_slots;
+    }
+    bool sees(int32_t query, int32_t group) const {
+        return a.mask == nullptr || a.mask[query * a.mask_stride + int64_t(group) * a.mem.group] != kF16MinusInf;
+    }
+    const int32_t * pool(int32_t query, int32_t kv_head) const {
+        return a.pool + (int64_t(query) * a.mem.n_head_kv + kv_head) * group_list_stride(a.pool_capacity);
+    }
+};
+
+// --- before the rounds -----------------------------------------------------------------------------------------------
+
+void prepare(const Work & w) {
+    const SelectArgs & a    = w.a;
+    const int32_t      dim  = a.mem.head_dim;
+    const int64_t      rows = int64_t(a.n_q) * a.n_head;
+    for (int64_t r = rows * w.threads.ith / w.threads.nth; r < rows * (w.threads.ith + 1) / w.threads.nth; ++r) {
+        float * q = w.q + r * dim;
+        rotate_row(a.q + r / a.n_head * a.q_stride_query + r % a.n_head * a.q_stride_head, q, dim, a.rot.k);
+        float sum = 0.0f;
+        for (int32_t d = 0; d < dim; ++d) {
+            q[d] *= a.scale;
+            sum += q[d] * q[d];
+        }
+        w.square[r] = 0.5f * sum;
+    }
+    const int32_t  m    = a.mem.group;
+    const uint32_t full = m == 32 ? ~0u : (1u << m) - 1;
+    const int64_t  n    = w.shape.n_groups;
+    for (int64_t g = n * w.threads.ith / w.threads.nth; g < n * (w.threads.ith + 1) / w.threads.nth; ++g) {
+        const int64_t cell = g * m;
+        const int64_t left = a.n_kv - cell;  // cells of the group that are there
+        uint32_t      bits = a.far_bits[cell / 32] >> (cell % 32) & full;
+        if (left < m) {
+            bits &= (1u << left) - 1;
+        }
+        w.state[g] = bits == 0 ? kEmpty : bits == full ? kComplete : kPartial;
+    }
+}
+
+// --- scores ----------------------------------------------------------------------------------------------------------
+
+struct Candidate {
+    int32_t slot;
+    int32_t group;
+};
+
+template <int DIM>
+const Fp4Block * summary_row(const LayerMemory & mem, int64_t group, int64_t kv_head) {
+    return reinterpret_cast<const Fp4Block *>(mem.side) + (group * mem.n_head_kv + kv_head) * (DIM / kFp4BlockValues);
+}
+
+// dot[c] = q . summary c for four decoded summaries.
+template <int DIM>
+void dot_four(const float * decoded, const float * q, float * dot) {
+    V16 sum[4] = {};
+#pragma GCC unroll 16
+    for (int i = 0; i < DIM; i += 16) {
+        const V16 x = load_16(q + i);
+        for (int c = 0; c < 4; ++c) {
+            sum[c] = fma_16(x, load_16(decoded + c * DIM + i), sum[c]);
+        }
+    }
+    sum_4x16(sum, dot);
+}
+
+float estimate(const SelectArgs & a, float dot, float half_square, float spread) {
+    const float mean = a.softcap != 0.0f ? a.softcap * tanhf(dot / a.softcap) : dot;
+    const float e    = mean + half_square * spread;
+    return e != e ? -kLargest : std::max(-kLargest, std::min(kLargest, e));
+}
+
+// Scores of `n` candidates for one KV head and some queries of the round that begins with query `first`.
+template <int DIM>
+void score(const Work & w, int32_t kv_head, int32_t first, int32_t query_begin, int32_t query_end,
+           const Candidate * candidates, int32_t n) {
+    const SelectArgs & a      = w.a;
+    const int32_t      gqa    = w.shape.gqa;
+    const SideLayout   side   = side_layout(a.mem.n_head_kv, DIM, a.mem.n_cells / a.mem.group);
+    const uint8_t *    spread = a.mem.side + side.spread_offset;
+    for (int32_t c0 = 0; c0 < n; c0 += 4) {
+        const int32_t width = std::min(4, n - c0);
+        float         s2[4] = {};
+        for (int32_t c = 0; c < width; ++c) {
+            const int64_t    group = candidates[c0 + c].group;
+            const Fp4Block * from  = summary_row<DIM>(a.mem, group, kv_head);
+#pragma GCC unroll 16
+            for (int i = 0; i < DIM / 16; ++i) {
+                store_16(w.decoded + c * DIM + 16 * i,
+                         decode_16(from[i / 4].scale[i % 4], from[i / 4].quant + i % 4 * 8));
+            }
+            uint16_t half;
+            memcpy(&half, spread + (group * a.mem.n_head_kv + kv_head) * 2, sizeof half);
+            s2[c] = f16_decode(half);
+        }
+        for (int32_t i = query_begin; i < query_end; ++i) {
+            for (int32_t h = kv_head * gqa; h < (kv_head + 1) * gqa; ++h) {
+                const int64_t row = int64_t(i) * a.n_head + h;
+                float *       to  = w.row(i - first, h);
+                float         dot[4];
+                dot_four<DIM>(w.decoded, w.q + row * DIM, dot);
+                for (int32_t c = 0; c < width; ++c) {
+                    const Candidate x = candidates[c0 + c];
+                    to[x.slot]        = w.sees(i, x.group) ? estimate(a, dot[c], w.square[row], s2[c]) : kNoCandidate;
+                }
+            }
+        }
+    }
+}
+
+void clear_slice(const Work & w, int32_t query_of_round, int32_t head_begin, int32_t head_end, int32_t slice) {
+    for (int32_t h = head_begin; h < head_end; ++h) {
+        std::fill_n(w.row(query_of_round, h) + slice * kSlice, kSlice, kNoCandidate);
+    }
+}
+
+// A slice of all groups, for everybody.
+template <int DIM>
+void score_groups(const Work & w, int32_t first, int32_t last, int32_t slice) {
+    const SelectArgs & a = w.a;
+    Candidate          candidates[kSlice];
+    int32_t            n   = 0;
+    const int32_t      end = std::min(w.shape.n_groups, (slice + 1) * kSlice);
+    for (int32_t g = slice * kSlice; g < end; ++g) {
+        bool seen = false;
+        for (int32_t i = first; w.state[g] == kComplete && i < last && !seen; ++i) {
+            seen = w.sees(i, g);
+        }
+        if (seen) {
+            __builtin_prefetch(summary_row<DIM>(a.mem, g, 0));
+            candidates[n++] = {g, g};
+        }
+    }
+    for (int32_t i = first; i < last; ++i) {
+        clear_slice(w, i - first, 0, a.n_head, slice);
+    }
+    for (int32_t h = 0; h < a.mem.n_head_kv; ++h) {
+        score<DIM>(w, h, first, first, last, candidates, n);
+    }
+}
+
+// A slice of the pool of one query and KV head.
+template <int DIM>
+void score_pool(const Work & w, int32_t first, int32_t query, int32_t kv_head, int32_t slice) {
+    const int32_t * pool = w.pool(query, kv_head);
+    Candidate       candidates[kSlice];
+    int32_t         n   = 0;
+    const int32_t   end = std::min(pool[0], (slice + 1) * kSlice);
+    for (int32_t s = slice * kSlice; s < end; ++s) {
+        const int32_t g = pool[1 + s];
+        if (w.state[g] == kComplete && w.sees(query, g)) {
+            __builtin_prefetch(summary_row<DIM>(w.a.mem, g, kv_head));
+            candidates[n++] = {s, g};
+        }
+    }
+    clear_slice(w, query - first, kv_head * w.shape.gqa, (kv_head + 1) * w.shape.gqa, slice);
+    score<DIM>(w, kv_head, first, query, query + 1, candidates, n);
+}
+
+template <int DIM>
+void score_round(const Work & w, int32_t first, int32_t last) {
+    const Threads & t = w.threads;
+    if (w.a.pool == nullptr) {
+        for (int32_t slice = t.ith; slice < w.shape.n_slices; slice += t.nth) {
+            score_groups<DIM>(w, first, last, slice);
+        }
+        return;
+    }
+    const int32_t heads = w.a.mem.n_head_kv;
+    for (int32_t task = t.ith; task < (last - first) * heads * w.shape.n_slices; task += t.nth) {
+        const int32_t slice = task % w.shape.n_slices;
+        const int32_t head  = task / w.shape.n_slices % heads;
+        score_pool<DIM>(w, first, first + task / w.shape.n_slices / heads, head, slice);
+    }
+}
+
+// --- lists -----------------------------------------------------------------------------------------------------------
+
+// log x of a positive normal number, relative error of x below 2e-7. Smaller numbers give about -87.
+VFloat v_log(VFloat x) {
+    x              = v_max(x, v_set(std::numeric_limits<float>::min()));
+    const VInt   k = (VInt(x) - 0x3f3504f3) >> 23;  // x = 2^k * y, y in [sqrt(1/2), sqrt(2))
+    const VFloat y = VFloat(VInt(x) - (k << 23));
+    const VFloat s = (y - v_set(1.0f)) / (y + v_set(1.0f));  // log y = 2 artanh s
+    const VFloat z = s * s;
+    VFloat       p = v_set(2.0f / 9.0f);
+    p              = v_fma(p, z, v_set(2.0f / 7.0f));
+    p              = v_fma(p, z, v_set(2.0f / 5.0f));
+    p              = v_fma(p, z, v_set(2.0f / 3.0f));
+    p              = v_fma(p, z, v_set(2.0f));
+    return v_fma(__builtin_convertvector(k, VFloat), v_set(0x1.62e43p-1f), p * s);
+}
+
+// log of the sum of exp over the candidates of a row; -inf without any
+float log_sum(const float * score, int32_t n) {
+    VFloat top = v_set(-kInfinity);
+    for (int32_t s = 0; s < n; s += kLanes) {
+        top = v_max(top, v_load(score + s));
+    }
+    const float largest = v_largest(top);
+    if (largest == -kInfinity) {
+        return largest;
+    }
+    VFloat sum = {};
+    for (int32_t s = 0; s < n; s += kLanes) {
+        sum += v_exp(v_load(score + s) - v_set(largest));
+    }
+    return largest + logf(v_sum(sum));
+}
+
+// Replaces the first of a KV head's rows by bin numbers (as int32; -1: no candidate). Returns the number of candidates.
+int32_t make_bins(const Work & w, int32_t query_of_round, int32_t kv_head, int32_t *& bins) {
+    const int32_t n    = w.shape.n_slots;
+    const int32_t head = kv_head * w.shape.gqa;
+    float *       p    = w.row(query_of_round, head);
+    bins               = reinterpret_cast<int32_t *>(p);
+
+    for (int32_t j = 0; j < w.shape.gqa; ++j) {
+        float *     score = w.row(query_of_round, head + j);
+        const float sum   = log_sum(score, n);
+        if (sum == -kInfinity) {
+            std::fill_n(bins, n, -1);
+            return 0;
+        }
+        for (int32_t s = 0; s < n; s += kLanes) {
+            v_store(score + s, v_load(score + s) - v_set(sum));
+        }
+    }
+    VFloat top = v_set(-kInfinity);
+    for (int32_t s = 0; s < n; s += kLanes) {
+        VFloat mass = {};
+        for (int32_t j = 0; j < w.shape.gqa; ++j) {
+            mass += v_exp(v_load(p + int64_t(j) * n + s));
+        }
+        const VFloat first = v_load(p + s);
+        const VInt   none  = first == v_set(kNoCandidate);
+        const VFloat log   = none ? first : v_log(mass);
+        v_store(p + s, log);
+        top = v_max(top, log);
+    }
+    const VFloat largest    = v_set(v_largest(top));
+    VInt         candidates = {};
+    for (int32_t s = 0; s < n; s += kLanes) {
+        const VFloat log  = v_load(p + s);
+        const VInt   none = log == v_set(kNoCandidate);
+        const VFloat x    = v_set(float(kBinsPerNat)) * (largest - (none ? largest : log));
+        const VFloat last = v_set(float(kSelectBins - 1));
+        const VInt   bin  = __builtin_convertvector(x > last ? last : x, VInt) | none;  // -1 is all bits
+        memcpy(bins + s, &bin, sizeof bin);
+        candidates += none + 1;
+    }
+    int32_t sum = 0;
+    for (int i = 0; i < kLanes; ++i) {
+        sum += candidates[i];
+    }
+    return sum;
+}
+
+int32_t share_of(float share, int32_t visible, int32_t least) {
+    return std::max(int32_t(std::min(ceilf(share * float(visible)), float(visible))), least);
+}
+
+// How many of the counted candidates are taken.
+int32_t budget(const SelectArgs & a, const int32_t * count, int32_t candidates, int32_t visible) {
+    const int32_t floor = divide_up(a.budget.min_tokens, a.mem.group);
+    const int32_t most  = std::min(candidates, share_of(a.budget.lookup_max, visible, floor));
+    const int32_t least = std::min(most, share_of(a.budget.lookup_min, visible, floor));
+    if (least == most || a.budget.threshold <= 0.0f) {
+        return most;
+    }
+    const float step = expf(-1.0f / float(kBinsPerNat));
+    float       all  = 0.0f;
+    float       mass = 1.0f;
+    for (int32_t b = 0; b < kSelectBins; ++b, mass *= step) {
+        all += float(count[b]) * mass;
+    }
+    const float wanted = (1.0f - a.budget.threshold) * all;  // this much is to be read
+    float       read   = 0.0f;
+    int32_t     taken  = 0;
+    mass               = 1.0f;
+    for (int32_t b = 0; b < kSelectBins && taken < most; ++b, mass *= step) {
+        read += float(count[b]) * mass;
+        taken += count[b];
+        if (read >= wanted) {
+            break;
+        }
+    }
+    return std::min(most, std::max(least, taken));
+}
+
+// The bin of the last of the first `k` candidates, and how many of it are among those.
+struct Cut {
+    int32_t bin;
+    int32_t left_out;  // candidates of that bin that are not taken: the lowest groups
+};
+
+Cut cut_after(const int32_t * count, int32_t k) {
+    int32_t bin = 0, sum = 0;
+    while (bin < kSelectBins && sum + count[bin] < k) {
+        sum += count[bin++];
+    }
+    return {bin, bin < kSelectBins ? sum + count[bin] - k : 0};
+}
+
+// Walks slots in order and calls use(group) for the first `k` candidates.
+template <typename Use>
+void for_taken(const int32_t * bins, const int32_t * pool, int32_t n, const int32_t * count, int32_t k,
+               const Use & use) {
+    if (k <= 0) {
+        return;
+    }
+    Cut cut = cut_after(count, k);
+    for (int32_t s = 0; s < n; ++s) {
+        if (bins[s] < 0 || bins[s] > cut.bin) {
+            continue;
+        }
+        if (bins[s] == cut.bin && cut.left_out > 0) {
+            --cut.left_out;
+            continue;
+        }
+        use(pool != nullptr ? pool[1 + s] : s);
+    }
+}
+
+void list_groups(const Work & w, int32_t first, int32_t query, int32_t kv_head) {
+    const SelectArgs & a     = w.a;
+    const int64_t      index = int64_t(query) * a.mem.n_head_kv + kv_head;
+    const int32_t *    pool  = a.pool != nullptr ? w.pool(query, kv_head) : nullptr;
+    const int32_t      slots = std::min(w.shape.n_slots, pool != nullptr ? pool[0] : w.shape.n_groups);
+
+    int32_t *     bins       = nullptr;
+    const int32_t candidates = make_bins(w, query - first, kv_head, bins);
+    std::fill_n(w.count, kSelectBins, 0);
+    for (int32_t s = 0; s < slots; ++s) {
+        if (bins[s] >= 0) {
+            ++w.count[bins[s]];
+        }
+    }
+    int32_t partial = 0;
+    int32_t visible = 0;
+    for (int32_t g = 0; g < w.shape.n_groups; ++g) {
+        partial += w.state[g] == kPartial ? 1 : 0;
+        visible += pool != nullptr && w.state[g] == kComplete && w.sees(query, g) ? 1 : 0;
+    }
+    visible         = pool != nullptr ? visible : candidates;
+    const int32_t k = std::min(budget(a, w.count, candidates, visible), std::max(0, a.capacity - partial));
+
+    int32_t *  list        = a.selected + index * group_list_stride(a.capacity);
+    int32_t    n           = 0;
+    int32_t    next        = 0;  // group whose state has not been looked at
+    const auto add_partial = [&](int32_t end) {
+        for (; next < end && n < a.capacity && partial > 0; ++next) {
+            if (w.state[next] == kPartial) {
+                list[1 + n++] = next;
+                --partial;
+            }
+        }
+    };
+    for_taken(bins, pool, slots, w.count, k, [&](int32_t group) {
+        add_partial(group);
+        next          = std::max(next, group);
+        list[1 + n++] = group;
+    });
+    add_partial(w.shape.n_groups);
+    list[0] = n;
+
+    if (a.new_pool != nullptr) {
+        int32_t * to = a.new_pool + index * group_list_stride(a.new_pool_capacity);
+        int32_t   m  = 0;
+        for_taken(bins, pool, slots, w.count, std::min(candidates, a.new_pool_capacity),
+                  [&](int32_t group) { to[1 + m++] = group; });
+        to[0] = m;
+    }
+    if (a.counters != nullptr) {
+        __atomic_fetch_add(a.counters, uint64_t(visible), __ATOMIC_RELAXED);
+        __atomic_fetch_add(a.counters + 1, uint64_t(k), __ATOMIC_RELAXED);
+    }
+}
+
+template <int DIM>
+void run(const Work & w) {
+    const SelectArgs & a       = w.a;
+    const Threads &    t       = w.threads;
+    const auto         barrier = [&t] {
+        if (t.nth > 1) {
+            t.barrier(t.barrier_arg);
+        }
+    };
+    prepare(w);
+    for (int32_t first = 0; first < a.n_q; first += w.shape.block) {
+        const int32_t last = std::min(a.n_q, first + w.shape.block);
+        barrier();
+        score_round<DIM>(w, first, last);
+        barrier();
+        const int32_t heads = a.mem.n_head_kv;
+        for (int32_t task = t.ith; task < (last - first) * heads; task += t.nth) {
+            list_groups(w, first, first + task / heads, task % heads);
+        }
+    }
+}
+
+}  // namespace
+
+size_t kv_select_scratch(const SelectArgs & a, int nth) { return Shape(a, nth).bytes; }
+
+void kv_select(const SelectArgs & a, const Threads & t) {
+    const Shape shape(a, t.nth);
+    const Work  work(a, shape, t);
+    switch (a.mem.head_dim) {
+    case 64:
+        return run<64>(work);
+    case 128:
+        return run<128>(work);
+    default:
+        return run<256>(work);
+    }
+}
+
+}  // namespace kvfold

@@ -1,0 +1,204 @@
+"""Reference of look-up: which groups are read, what estimates say they are worth, and what they are worth.
+
+For one query and KV head a *complete* group has all cells far, a *partial* one some; *candidates* are the complete
+groups whose first cell the query's mask does not hide (and, with a pool, that are in it).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from . import fp4
+from .attend import attend
+from .memory import FAR, HIDDEN, Current, Layer
+from .rotate import Rotation, rotate
+
+BINS = 2048
+BINS_PER_NAT = 64
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Shares of the visible complete groups, share of estimated mass that may stay unread, and a floor in tokens."""
+
+    lookup_min: float
+    lookup_max: float
+    threshold: float = 0.0
+    min_tokens: int = 0
+
+
+@dataclass
+class Choice:
+    """What one query and KV head looks at.
+
+    candidates  groups, ascending; p the log of what each is estimated to get, up to a constant
+    taken       how many of them are taken; partial the groups that are read anyway
+    """
+
+    candidates: np.ndarray
+    p: np.ndarray
+    taken: int
+    partial: np.ndarray
+
+    def bins(self, shift: float = 0.0) -> np.ndarray:
+        """Distance to the best candidate in 1/64 nat; ``shift`` (in bins) asks what another rounding could give."""
+        if not len(self.p):
+            return np.zeros(0, int)
+        return np.clip(np.floor(BINS_PER_NAT * (self.p.max() - self.p) + shift), 0, BINS - 1).astype(int)
+
+    def order(self) -> np.ndarray:
+        """Candidates, best first: by bin, then the more recent (higher) group first."""
+        bins = self.bins()
+        return self.candidates[np.lexsort((-self.candidates, bins))]
+
+    @property
+    def groups(self) -> np.ndarray:
+        """The list as the operation gives it."""
+        return np.sort(np.concatenate([self.order()[: self.taken], self.partial]))
+
+
+def far_groups(cell_src: np.ndarray, group: int) -> tuple[np.ndarray, np.ndarray]:
+    """Which groups are complete and which are partial, bool ``[n_groups]``; cells past the end are not far."""
+    n_groups = -(-len(cell_src) // group)
+    far = np.zeros(n_groups * group, bool)
+    far[: len(cell_src)] = np.asarray(cell_src) == FAR
+    members = far.reshape(n_groups, group).sum(axis=1)
+    return members == group, (members > 0) & (members < group)
+
+
+def estimates(
+    layer: Layer, groups: np.ndarray, kv_head: int, q: np.ndarray, scale: float, softcap: float = 0.0
+) -> np.ndarray:
+    """``e[j, g]`` of query heads ``q [n, head_dim]`` (rotated) for groups: the log of the attention each should get."""
+    summaries = fp4.decode(layer.summaries[groups, kv_head]).astype(np.float64)
+    spread = layer.spread[groups, kv_head].astype(np.float64)
+    q = scale * np.asarray(q, np.float64)
+    score = q @ summaries.T
+    if softcap:
+        score = softcap * np.tanh(score / softcap)
+    return score + 0.5 * (q**2).sum(axis=1, keepdims=True) * spread
+
+
+def combine(e: np.ndarray) -> np.ndarray:
+    """Sum over heads of each head's probabilities over the candidates, as a log: ``[n_head, n] -> [n]``."""
+    if not e.shape[1]:
+        return np.zeros(0)
+    top = e.max(axis=1, keepdims=True)
+    log_probability = e - top - np.log(np.exp(e - top).sum(axis=1, keepdims=True))
+    best = log_probability.max(axis=0)
+    return best + np.log(np.exp(log_probability - best).sum(axis=0))
+
+
+def limits(n: int, visible: int, group: int, budget: Budget) -> tuple[int, int]:
+    """Fewest and most of ``n`` candidates when ``visible`` complete groups are seen."""
+    floor = -(-budget.min_tokens // group)
+    least, most = (
+        min(n, max(int(np.ceil(np.float32(share) * np.float32(visible))), floor))
+        for share in (budget.lookup_min, budget.lookup_max)
+    )
+    return least, most
+
+
+def number_taken(bins: np.ndarray, least: int, most: int, threshold: float) -> int:
+    """Whole bins until what is left holds at most ``threshold`` of the mass, within the limits."""
+    if not len(bins) or threshold == 0:
+        return most
+    count = np.bincount(bins, minlength=BINS)
+    mass = count * np.exp(-np.arange(BINS) / BINS_PER_NAT)
+    left = np.append(np.cumsum(mass[::-1])[::-1][1:], 0.0)
+    last = int(np.argmax(left <= threshold * mass.sum()))
+    return min(max(int(count[: last + 1].sum()), least), most)
+
+
+def choose(
+    layer: Layer,
+    cell_src: np.ndarray,
+    q: np.ndarray,
+    budget: Budget,
+    mask: np.ndarray | None = None,
+    scale: float = 1.0,
+    softcap: float = 0.0,
+    rotation: Rotation = (0, 0),
+    pool: list[list[np.ndarray]] | None = None,
+) -> list[list[Choice]]:
+    """The choice of every query and KV head; ``pool[i][h]`` are the groups that those may choose from."""
+    n_q, n_head, _ = q.shape
+    q = rotate(q, rotation[0])
+    complete, partial = far_groups(cell_src, layer.group)
+    first = np.arange(len(complete)) * layer.group
+    ratio = n_head // layer.n_head_kv
+    choices: list[list[Choice]] = []
+    for i in range(n_q):
+        seen = complete & (np.ones(len(complete), bool) if mask is None else mask[i, first] != -np.inf)
+        choices.append([])
+        for h in range(layer.n_head_kv):
+            allowed = seen.copy()
+            if pool is not None:
+                allowed &= np.isin(np.arange(len(complete)), pool[i][h])
+            candidates = np.flatnonzero(allowed)
+            p = combine(estimates(layer, candidates, h, q[i, h * ratio : (h + 1) * ratio], scale, softcap))
+            choice = Choice(candidates, p, 0, np.flatnonzero(partial))
+            least, most = limits(len(candidates), int(seen.sum()), layer.group, budget)
+            choice.taken = number_taken(choice.bins(), least, most, budget.threshold)
+            choices[-1].append(choice)
+    return choices
+
+
+def attend_listed(
+    layer: Layer,
+    cur: Current,
+    cell_src: np.ndarray,
+    q: np.ndarray,
+    lists: list[list[np.ndarray]],
+    mask: np.ndarray | None = None,
+    sinks: np.ndarray | None = None,
+    **options,
+) -> np.ndarray:
+    """Attention where query ``i`` and KV head ``h`` read, of the far cells, those of the groups ``lists[i][h]``.
+
+    One dense attention for every query and KV head, over a source array in which all other far cells are hidden.
+    """
+    n_q, n_head, _ = q.shape
+    ratio = n_head // layer.n_head_kv
+    out = np.zeros(q.shape)
+    for i in range(n_q):
+        for h in range(layer.n_head_kv):
+            heads = slice(h * ratio, (h + 1) * ratio)
+            src = np.array(cell_src)
+            listed = np.isin(np.arange(len(src)) // layer.group, lists[i][h])
+            src[(src == FAR) & ~listed] = HIDDEN
+            row = None if mask is None else mask[i : i + 1]
+            result = attend(layer, cur, src, q[i : i + 1], row, sinks, **options)
+            out[i, heads] = result[0, heads]
+    return out
+
+
+def exact_masses(
+    layer: Layer,
+    cell_src: np.ndarray,
+    q: np.ndarray,
+    mask: np.ndarray | None,
+    scale: float,
+    rotation: Rotation = (0, 0),
+) -> np.ndarray:
+    """Attention that each group's far cells really get, among far cells: ``[n_q, n_head, n_groups]``.
+
+    What a selection recalls is the sum over its groups; the divergence of attention over a selection from attention
+    over all far cells is minus the log of that sum.
+    """
+    n_q, n_head, _ = q.shape
+    q = rotate(q, rotation[0])
+    far = np.flatnonzero(np.asarray(cell_src) == FAR)
+    keys = layer.far_keys(far).astype(np.float64)
+    masses = np.zeros((n_q, n_head, -(-len(cell_src) // layer.group)))
+    for i in range(n_q):
+        bias = np.zeros(len(far)) if mask is None else mask[i, far].astype(np.float64)
+        for head in range(n_head):
+            score = scale * (keys[:, head // (n_head // layer.n_head_kv)] @ q[i, head]) + bias
+            if not np.isfinite(score).any():
+                continue
+            weight = np.exp(score - score.max())
+            np.add.at(masses[i, head], far // layer.group, weight / weight.sum())
+    return masses
