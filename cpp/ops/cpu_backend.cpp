@@ -23,7 +23,12 @@ class Traits : public ggml::cpu::tensor_traits {
         size = 64;  // alignment of the scratch
         switch (NodeOp(node_params(op).op)) {
         case NodeOp::attend:
-            size += kv_attend_scratch(attend_args(op), n_threads);
+            size += op->src[attend_src::selection] != nullptr
+                        ? kv_attend_sparse_scratch(sparse_attend_args(op), n_threads)
+                        : kv_attend_scratch(attend_args(op), n_threads);
+            return true;
+        case NodeOp::select:
+            size += kv_select_scratch(select_args(op), n_threads);
             return true;
         case NodeOp::fold:
             size += kv_fold_scratch(fold_args(op), n_threads);
@@ -46,7 +51,14 @@ class Traits : public ggml::cpu::tensor_traits {
 
         switch (NodeOp(node_params(op).op)) {
         case NodeOp::attend:
-            kv_attend(attend_args(op), t);
+            if (op->src[attend_src::selection] != nullptr) {
+                kv_attend_sparse(sparse_attend_args(op), t);
+            } else {
+                kv_attend(attend_args(op), t);
+            }
+            return true;
+        case NodeOp::select:
+            kv_select(select_args(op), t);
             return true;
         case NodeOp::fold:
             kv_fold(real_folds(op), t);

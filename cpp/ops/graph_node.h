@@ -14,10 +14,11 @@ namespace kvfold {
 
 constexpr int32_t kNodeMagic = 0x4b56464f;  // "KVFO"
 
-enum class NodeOp : int32_t { attend = 1, fold = 2, store = 3 };
+enum class NodeOp : int32_t { attend = 1, fold = 2, store = 3, select = 4 };
 
-// Lives in op_params from slot kNodeSlot on; the slots before belong to ggml's custom op (pointer, tasks, user data).
-constexpr int kNodeSlot = 6;
+// Lives in op_params from slot kNodeSlot on; the slots before belong to ggml's custom op (pointer, tasks, user data). The
+// first slot is the upper half of the user data, which only the function reads that the null pointer does not name.
+constexpr int kNodeSlot = 5;
 struct NodeParams {
     int32_t magic;
     int16_t op;     // NodeOp
@@ -28,10 +29,17 @@ struct NodeParams {
     int32_t n_near;   // rows of its near pool
     int16_t rot_k;    // Rotation
     int16_t rot_v;
-    float   scale;    // attend
-    float   softcap;  // attend; 0: none
+    float   scale;    // attend, select
+    float   softcap;  // attend, select; 0: none
+    // select: LookupBudget, shares in units of 1 / kShareUnits. With a lookup_max of 0 and some min_tokens the list is a pool
+    // for other layers, and not counted.
+    uint16_t lookup_min;
+    uint16_t lookup_max;
+    uint16_t threshold;
+    uint16_t min_tokens;
 };
-static_assert(sizeof(NodeParams) == 36 && sizeof(NodeParams) <= GGML_MAX_OP_PARAMS - kNodeSlot * sizeof(int32_t),
+constexpr float kShareUnits = 65535.0f;
+static_assert(sizeof(NodeParams) == 44 && sizeof(NodeParams) <= GGML_MAX_OP_PARAMS - kNodeSlot * sizeof(int32_t),
               "must fit op_params");
 
 // What a layer keeps besides the far rows is one tensor, i8 [TierLayout::bytes], because a node has ten sources at most:
@@ -47,7 +55,7 @@ struct TierLayout {
 constexpr TierLayout tier_layout(int32_t n_head_kv, int32_t head_dim, int32_t n_groups, int32_t n_near) {
     TierLayout l{};
     l.side        = side_layout(n_head_kv, head_dim, n_groups);
-    l.near_offset = (l.side.bytes + 127) / 128 * 128;
+    l.near_offset = (l.side.bytes + 63) / 64 * 64;
     l.near_bytes  = size_t(2) * size_t(n_near) * size_t(n_head_kv) * size_t(head_dim) * sizeof(uint16_t);
     l.bytes       = l.near_offset + l.near_bytes;
     return l;
@@ -92,15 +100,27 @@ constexpr PlanLayout plan_layout(int64_t n_words, int64_t n_near, int64_t n_toke
 // attend -> f32 [head_dim, n_head, n_tokens]
 namespace attend_src {
 enum : int {
-    q,      // f32  [head_dim, n_tokens, n_head], any strides with unit stride in dimension 0
-    far_k,  // nvfp4 [gqa, n_cells]
-    far_v,  // nvfp4 [gqa, n_cells]
-    tier,   // TierLayout
-    k_cur,  // f32  [gqa, n_tokens], rows nb[1] apart
-    v_cur,  // f32  [gqa, n_tokens]
-    plan,   // PlanLayout
-    mask,   // f16  [n_kv, n_tokens], or none: all queries see what the plan lists
-    sinks,  // f32  [n_head], or none
+    q,          // f32  [head_dim, n_tokens, n_head], any strides with unit stride in dimension 0
+    far_k,      // nvfp4 [gqa, n_cells]
+    far_v,      // nvfp4 [gqa, n_cells]
+    tier,       // TierLayout
+    k_cur,      // f32  [gqa, n_tokens], rows nb[1] apart
+    v_cur,      // f32  [gqa, n_tokens]
+    plan,       // PlanLayout
+    mask,       // f16  [n_kv, n_tokens], or none: all queries see what the plan lists
+    sinks,      // f32  [n_head], or none
+    selection,  // the output of a select node, or none: dense
+};
+}
+
+// select -> i32 [1 + capacity, n_head_kv, n_tokens], the lists of SelectArgs::selected
+namespace select_src {
+enum : int {
+    q,  // as for attend
+    tier,
+    plan,
+    mask,  // as for attend
+    pool,  // the output of another select node, or none
 };
 }
 

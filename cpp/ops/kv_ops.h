@@ -32,11 +32,13 @@ constexpr int32_t src_current_row(int32_t src) { return kSrcCurrentBase - src; }
 // Byte offsets inside a layer's *side* memory, which holds what belongs to groups rather than to cells:
 //   summaries  fp4_block [n_groups][n_head_kv][head_dim / 64]   decoded: the group's summary key
 //   spread     f16       [n_groups][n_head_kv]                  mean over channels of the variance of the group's keys
+//   counters   u64       [2]                                    what look-ups counted (SelectArgs::counters)
 //   epoch      i32                                              number of the last plan whose fold and store both ran here;
 //                                                               written by the backends, read after an aborted graph
 struct SideLayout {
     size_t summary_row_bytes;  // one group
     size_t spread_offset;
+    size_t counters_offset;
     size_t epoch_offset;
     size_t bytes;
 };
@@ -45,7 +47,8 @@ constexpr SideLayout side_layout(int32_t n_head_kv, int32_t head_dim, int32_t n_
     SideLayout l{};
     l.summary_row_bytes = size_t(n_head_kv) * size_t(head_dim / kFp4BlockValues) * sizeof(Fp4Block);
     l.spread_offset     = l.summary_row_bytes * size_t(n_groups);
-    l.epoch_offset      = (l.spread_offset + size_t(n_groups) * size_t(n_head_kv) * 2 + 3) / 4 * 4;
+    l.counters_offset   = (l.spread_offset + size_t(n_groups) * size_t(n_head_kv) * 2 + 7) / 8 * 8;
+    l.epoch_offset      = l.counters_offset + 2 * sizeof(uint64_t);
     l.bytes             = l.epoch_offset + sizeof(int32_t);
     return l;
 }

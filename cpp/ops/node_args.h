@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "ops/graph_node.h"
+#include "ops/kv_select.h"
 
 namespace kvfold {
 
@@ -42,11 +43,11 @@ inline CurrentRows current_rows(const ggml_tensor * k_cur, const ggml_tensor * v
     return c;
 }
 
-// The plan's words for far cells are what its size leaves beside everything else.
-inline PlanLayout plan_layout(const ggml_tensor * node, const ggml_tensor * plan, const ggml_tensor * k_cur) {
+// The plan's words for far cells are what its size leaves beside everything else. `tokens` has the tokens in dimension 1.
+inline PlanLayout plan_layout(const ggml_tensor * node, const ggml_tensor * plan, const ggml_tensor * tokens) {
     const NodeParams p     = node_params(node);
-    const int64_t    words = plan->ne[0] - kvfold::plan_layout(0, p.n_near, k_cur->ne[1], p.group).size;
-    return kvfold::plan_layout(words, p.n_near, k_cur->ne[1], p.group);
+    const int64_t    words = plan->ne[0] - kvfold::plan_layout(0, p.n_near, tokens->ne[1], p.group).size;
+    return kvfold::plan_layout(words, p.n_near, tokens->ne[1], p.group);
 }
 
 inline Rotation rotation(const ggml_tensor * node) {
@@ -81,6 +82,48 @@ inline AttendArgs attend_args(const ggml_tensor * t) {
     a.scale          = p.scale;
     a.softcap        = p.softcap;
     a.out            = tensor_data<float>(t);
+    return a;
+}
+
+// Where a layer counts its look-ups.
+inline uint64_t * counters_of(const LayerMemory & m) {
+    const SideLayout side = side_layout(m.n_head_kv, m.head_dim, m.n_cells / m.group);
+    return reinterpret_cast<uint64_t *>(m.side + side.counters_offset);
+}
+
+inline SparseAttendArgs sparse_attend_args(const ggml_tensor * t) {
+    const ggml_tensor * selection = t->src[attend_src::selection];
+    return {attend_args(t), tensor_data<const int32_t>(selection), int32_t(selection->ne[0] - 1)};
+}
+
+inline SelectArgs select_args(const ggml_tensor * t) {
+    const NodeParams    p      = node_params(t);
+    const ggml_tensor * q      = t->src[select_src::q];
+    const ggml_tensor * plan   = t->src[select_src::plan];
+    const ggml_tensor * mask   = t->src[select_src::mask];
+    const ggml_tensor * pool   = t->src[select_src::pool];
+    const PlanLayout    layout = plan_layout(t, plan, q);
+    SelectArgs          a{};
+    a.mem            = layer_memory(t, nullptr, nullptr, t->src[select_src::tier]);
+    a.rot            = rotation(t);
+    a.far_bits       = reinterpret_cast<const uint32_t *>(tensor_data<const int32_t>(plan) + layout.far);
+    a.n_kv           = int32_t(std::min<int64_t>(32 * (layout.exact - layout.far), p.n_cells));
+    a.q              = tensor_data<const float>(q);
+    a.q_stride_query = int64_t(q->nb[1] / sizeof(float));
+    a.q_stride_head  = int64_t(q->nb[2] / sizeof(float));
+    a.n_q            = int32_t(q->ne[1]);
+    a.n_head         = int32_t(q->ne[2]);
+    a.mask           = mask != nullptr ? tensor_data<const uint16_t>(mask) : nullptr;
+    a.mask_stride    = mask != nullptr ? int64_t(mask->nb[1] / sizeof(uint16_t)) : 0;
+    a.scale          = p.scale;
+    a.softcap        = p.softcap;
+    a.budget = {float(p.lookup_min) / kShareUnits, float(p.lookup_max) / kShareUnits, float(p.threshold) / kShareUnits,
+                int32_t(p.min_tokens)};
+    a.pool   = pool != nullptr ? tensor_data<const int32_t>(pool) : nullptr;
+    a.pool_capacity = pool != nullptr ? int32_t(pool->ne[0] - 1) : 0;
+    a.selected      = tensor_data<int32_t>(t);
+    a.capacity      = int32_t(t->ne[0] - 1);
+    a.counters      = p.lookup_max == 0 && p.min_tokens != 0 ? nullptr : counters_of(a.mem);
     return a;
 }
 

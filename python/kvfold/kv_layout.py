@@ -193,9 +193,9 @@ class _Sum:
             self._put(part, layer, *_tensor_bytes(block, layer.n_head_kv * channels, cells, self.rules))
 
     def add_tier(self, layer: CacheLayer, groups: int, near_rows: int) -> None:
-        """One tensor: summaries, spreads, the number of the last plan; then the exact rows."""
+        """One tensor: summaries, spreads, counters, the number of the last plan; then the exact rows."""
         width = layer.n_head_kv * layer.head_k
-        side = _round_up(groups * (_row_bytes(_FOLDED_BLOCK, width) + 2 * layer.n_head_kv), 4) + 4
+        side = _round_up(groups * (_row_bytes(_FOLDED_BLOCK, width) + 2 * layer.n_head_kv), 8) + 2 * 8 + 4
         side = _round_up(side, _NEAR_ALIGNMENT)
         near = 2 * near_rows * width * 2
         self._put("side", layer, side, side)

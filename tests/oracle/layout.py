@@ -1,4 +1,4 @@
-"""Byte layout of a layer's *side* memory: summaries, spreads and the epoch."""
+"""Byte layout of a layer's *side* memory: summaries, spreads, counters and the epoch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ class SideLayout:
 
     summaries  FP4 blocks ``[n_groups][n_head_kv][head_dim / 64]``
     spread     f16 ``[n_groups][n_head_kv]``
-    epoch      i32, aligned to 4 bytes
+    counters   u64 ``[2]``, aligned to 8 bytes
+    epoch      i32
     """
 
     n_head_kv: int
@@ -31,9 +32,13 @@ class SideLayout:
         return self.summary_row_bytes * self.n_groups
 
     @property
-    def epoch_offset(self) -> int:
+    def counters_offset(self) -> int:
         end = self.spread_offset + 2 * self.n_groups * self.n_head_kv
-        return -(-end // 4) * 4
+        return -(-end // 8) * 8
+
+    @property
+    def epoch_offset(self) -> int:
+        return self.counters_offset + 16
 
     @property
     def bytes(self) -> int:
