@@ -12,7 +12,7 @@ from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 from . import __version__
-from .commands import plan, verify
+from .commands import bench, plan, verify
 from .commands.options import MODEL_HELP, add_kv_options, kv_settings, positive
 from .config import KvConfig
 from .devices import gpus
@@ -328,7 +328,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_preset_option(sub)
     sub.set_defaults(action=_serve)
 
-    for command in (plan, verify):
+    for command in (plan, bench, verify):
         command.add(commands)
     return parser
 
@@ -337,6 +337,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry point. Errors are one line on stderr and exit code 1."""
     given = list(sys.argv[1:] if argv is None else argv)
     rest: list[str] = []
+    if given[:2] in (["bench", "threads"], ["bench", "report"]):
+        given[:2] = ["-".join(given[:2])]
     if given[:1] == ["serve"] and "--" in given:
         split = given.index("--")
         given, rest = given[:split], given[split + 1 :]
