@@ -89,10 +89,24 @@ std::vector<float> normal(std::mt19937 & rng, size_t n, float scale) {
 // As llama.cpp rotates a quantised cache: keys by all of a head, values by 64.
 Rotation usual_rotation(Dims d) { return {d.head_dim, 64}; }
 
-void list_cells(AttendArgs & a, const CellLists & cells) {
-    a.far_bits = cells.far_bits.data();
-    a.exact    = cells.exact.data();
-    a.n_exact  = int32_t(cells.exact.size());
+// Everything but masks and what else is optional; q is [head][query][head_dim], as ggml hands it over.
+AttendArgs attend_args(const Layer & layer, const CurrentRows & cur, const CellLists & cells, int32_t n_kv,
+                       const std::vector<float> & q, int32_t n_q, std::vector<float> & out) {
+    AttendArgs a{};
+    a.mem            = layer.mem;
+    a.cur            = cur;
+    a.far_bits       = cells.far_bits.data();
+    a.exact          = cells.exact.data();
+    a.n_exact        = int32_t(cells.exact.size());
+    a.n_kv           = n_kv;
+    a.q              = q.data();
+    a.q_stride_query = layer.dims.head_dim;
+    a.q_stride_head  = int64_t(n_q) * layer.dims.head_dim;
+    a.n_q            = n_q;
+    a.n_head         = layer.dims.n_head;
+    a.scale          = 1.0f / std::sqrt(float(layer.dims.head_dim));
+    a.out            = out.data();
+    return a;
 }
 
 void decode_blocks(const Fp4Block * blocks, int32_t n, double * x) {
@@ -258,28 +272,16 @@ bool check_attend(std::mt19937 & rng, Dims d, int32_t n_kv, int32_t n_q, int var
         }
     }
 
-    // q: [head][query][head_dim], as ggml hands it over
     const std::vector<float> q     = normal(rng, size_t(d.n_head) * size_t(n_q) * size_t(d.head_dim), 1.5f);
     const std::vector<float> sinks = normal(rng, size_t(d.n_head), 2.0f);
     std::vector<float>       out(q.size(), std::nanf(""));
 
     const CellLists cells = cell_lists(src.data(), n_kv);
-    AttendArgs      a{};
-    a.mem = layer.mem;
-    a.cur = cur;
-    list_cells(a, cells);
-    a.n_kv           = n_kv;
-    a.q              = q.data();
-    a.q_stride_query = d.head_dim;
-    a.q_stride_head  = int64_t(n_q) * d.head_dim;
-    a.n_q            = n_q;
-    a.n_head         = d.n_head;
-    a.mask           = variant == 0 ? nullptr : mask.data();
-    a.mask_stride    = mask_stride;
-    a.sinks          = variant == 3 ? sinks.data() : nullptr;
-    a.scale          = 1.0f / std::sqrt(float(d.head_dim));
-    a.softcap        = variant == 2 ? 20.0f : 0.0f;
-    a.out            = out.data();
+    AttendArgs      a     = attend_args(layer, cur, cells, n_kv, q, n_q, out);
+    a.mask                = variant == 0 ? nullptr : mask.data();
+    a.mask_stride         = mask_stride;
+    a.sinks               = variant == 3 ? sinks.data() : nullptr;
+    a.softcap             = variant == 2 ? 20.0f : 0.0f;
 
     std::vector<float> first;
     double             worst = 0.0;
@@ -359,21 +361,11 @@ void time_attend(std::mt19937 & rng, const char * name, Dims d, int32_t n_past, 
     const auto         q = normal(rng, size_t(d.n_head) * size_t(n_q) * size_t(d.head_dim), 1.0f);
     std::vector<float> out(q.size());
     const CellLists    cells = cell_lists(src.data(), n_kv);
-    AttendArgs         a{};
-    a.mem = layer.mem;
-    a.rot = usual_rotation(d);
-    a.cur = {cur.data(), cur.data(), int64_t(row), int64_t(row), n_q};
-    list_cells(a, cells);
-    a.n_kv           = n_kv;
-    a.q              = q.data();
-    a.q_stride_query = d.head_dim;
-    a.q_stride_head  = int64_t(n_q) * d.head_dim;
-    a.n_q            = n_q;
-    a.n_head         = d.n_head;
-    a.mask           = mask.data();
-    a.mask_stride    = n_kv;
-    a.scale          = 1.0f / std::sqrt(float(d.head_dim));
-    a.out            = out.data();
+    const CurrentRows  rows{cur.data(), cur.data(), int64_t(row), int64_t(row), n_q};
+    AttendArgs         a = attend_args(layer, rows, cells, n_kv, q, n_q, out);
+    a.rot                = usual_rotation(d);
+    a.mask               = mask.data();
+    a.mask_stride        = n_kv;
 
     const auto  op       = [&](const Threads & t) { kv_attend(a, t); };
     const Times estimate = run(nth, kv_attend_scratch(a, nth), 1, op);
