@@ -4,7 +4,7 @@
 //   check    every operation over many shapes, against a double-precision reference (attention) or byte by byte (fold, store)
 //   quick    the same over few shapes, for compute-sanitizer
 //   time     decode, fold, prefill over depths; the far rows of a layer are random, layers rotate so that caches do not help
-//            (time-decode, time-fold, time-prefill: one of them)
+//            (time-decode, time-lookup, time-fold, time-prefill: one of them)
 //   profile  a few decode launches at 64K for a profiler; profile-short: at 256
 // Exit status 1 when a check failed.
 #include <cuda_fp16.h>
@@ -17,6 +17,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <iterator>
 #include <random>
 #include <string>
 #include <thread>
@@ -339,7 +340,9 @@ Inputs make_inputs(Rng & rng, const Case & c, Layer & l) {
 }
 
 // Plain attention in double precision, from the definition in kv_ops.h.
-std::vector<float> reference(const Case & c, Layer & l, const Inputs & in, float scale) {
+// `read`: for each query and KV head which groups' far rows it may read; null: all.
+std::vector<float> reference(const Case & c, Layer & l, const Inputs & in, float scale,
+                             const std::vector<std::vector<char>> * read = nullptr) {
     const int          n_head = c.n_head_kv * c.gqa, dim = c.dim;
     std::vector<float> out(size_t(c.n_q) * n_head * dim);
     std::vector<float> all_k(size_t(c.n_head_kv) * c.n_kv * dim), all_v(all_k.size());
@@ -387,7 +390,8 @@ std::vector<float> reference(const Case & c, Layer & l, const Inputs & in, float
                 double        top  = in.sinks.empty() ? -INFINITY : in.sinks[head];
                 for (int j = 0; j < c.n_kv; ++j) {
                     s[j] = -INFINITY;
-                    if (in.cell_src[j] == kSrcHidden) {
+                    if (in.cell_src[j] == kSrcHidden ||
+                        (read && in.cell_src[j] == kSrcFar && !(*read)[i * c.n_head_kv + h][j / c.group])) {
                         continue;
                     }
                     const float m = in.mask.empty() ? 0.0f : f16_decode(in.mask[size_t(i) * in.mask_stride + j]);
@@ -502,6 +506,164 @@ void check_attend(Rng & rng, const Case & c, const CudaDevice & device) {
                 good ? "ok  " : "FAIL", c.rotate ? " rotated" : "", c.dim, c.group, c.n_head_kv, c.gqa, c.n_q, c.n_kv,
                 c.sources.c_str(), c.mask.c_str(), c.softcap, c.sinks, e.whole, e.worst_row);
     std::fflush(stdout);
+}
+
+// The lists of a look-up on the host, without their padding.
+std::vector<std::vector<int32_t>> unpack_lists(const std::vector<int32_t> & packed, int n, int capacity) {
+    std::vector<std::vector<int32_t>> lists;
+    for (int i = 0; i < n; ++i) {
+        const int32_t * list = &packed[i * group_list_stride(capacity)];
+        lists.emplace_back(list + 1, list + 1 + std::min(std::max(list[0], 0), capacity));
+    }
+    return lists;
+}
+
+// kv_select against the CPU's, then kv_attend_sparse with the device's lists against the reference.
+void check_lookup(Rng & rng, Case c, const LookupBudget & budget, const CudaDevice & device) {
+    const int        n_head = c.n_head_kv * c.gqa, n_near = 160;
+    Layer            l     = random_layer(rng, c.n_head_kv, c.dim, c.group, c.n_kv, n_near, std::min(c.n_q, c.n_kv));
+    Inputs           in    = make_inputs(rng, c, l);
+    const float      scale = 1.0f / std::sqrt(float(c.dim));
+    const SideLayout side  = side_layout(c.n_head_kv, c.dim, l.n_cells / c.group);
+    for (size_t i = 0; i < size_t(l.n_cells / c.group) * c.n_head_kv; ++i) {
+        const uint16_t x = f16_encode(0.2f * std::fabs(normal(rng)));
+        std::memcpy(&l.side[side.spread_offset + 2 * i], &x, 2);
+    }
+    const Rotation rot      = rotation_of(c.rotate, c.dim);
+    const int      n_groups = (c.n_kv + c.group - 1) / c.group, capacity = n_groups, n_lists = c.n_q * c.n_head_kv;
+
+    CellLists  cells_host = cell_lists(in.cell_src.data(), c.n_kv);
+    SelectArgs a{};
+    a.rot = rot, a.n_kv = c.n_kv, a.q_stride_query = int64_t(n_head) * c.dim, a.q_stride_head = c.dim, a.n_q = c.n_q;
+    a.n_head = n_head, a.mask_stride = in.mask_stride, a.scale = scale, a.softcap = c.softcap, a.budget = budget;
+    a.capacity = capacity;
+
+    SelectArgs            host = a;
+    std::vector<int32_t>  selected(n_lists * group_list_stride(capacity), -1);
+    std::vector<uint64_t> counted(2, 0);
+    host.mem = l.memory(), host.far_bits = cells_host.far_bits.data(), host.q = in.q.data();
+    host.mask = in.mask.empty() ? nullptr : in.mask.data(), host.selected = selected.data();
+    host.counters = counted.data();
+    std::vector<uint8_t> host_scratch(kv_select_scratch(host, 1) + 64);
+    Threads              t{};
+    t.nth           = 1;
+    t.scratch       = reinterpret_cast<void *>((reinterpret_cast<uintptr_t>(host_scratch.data()) + 63) / 64 * 64);
+    t.scratch_bytes = kv_select_scratch(host, 1);
+    kv_select(host, t);
+    const auto want = unpack_lists(selected, n_lists, capacity);
+
+    DeviceLayer           d(l);
+    const DeviceCells     cells(in.cell_src, 5);
+    DeviceArray<uint16_t> mask(in.mask);
+    DeviceArray<float>    q(in.q), sinks(in.sinks);
+    DeviceArray<int32_t>  lists(std::vector<int32_t>(n_lists * group_list_stride(capacity), -1));
+    DeviceArray<uint64_t> counters(std::vector<uint64_t>(2, 0));
+    a.mem = d.mem, a.far_bits = cells.far_bits.get(), a.q = q.get(), a.mask = in.mask.empty() ? nullptr : mask.get();
+    a.selected = lists.get(), a.counters = counters.get();
+    DeviceArray<uint8_t> scratch(std::vector<uint8_t>(kv_select_cuda_scratch(a, device), 0xFF));
+    kv_select_cuda(a, device, scratch.get(), nullptr);
+    CHECK_CUDA(cudaGetLastError());
+    CHECK_CUDA(cudaDeviceSynchronize());
+    const auto got = unpack_lists(lists.download(), n_lists, capacity);
+    // Scores differ in the last bits, so groups on the edge of a bin may change places; the number of groups must agree but
+    // for a bin when the threshold decides.
+    size_t                         n_want = 0, n_other = 0, unordered = 0, counts = 0;
+    std::vector<std::vector<char>> read;
+    for (int i = 0; i < n_lists; ++i) {
+        std::vector<int32_t> both;
+        std::set_intersection(want[i].begin(), want[i].end(), got[i].begin(), got[i].end(), std::back_inserter(both));
+        n_want += want[i].size();
+        n_other += want[i].size() + got[i].size() - 2 * both.size();
+        counts += budget.threshold == 0.0f && want[i].size() != got[i].size();
+        read.emplace_back(n_groups, 0);
+        for (size_t k = 0; k < got[i].size(); ++k) {
+            unordered += got[i][k] < 0 || got[i][k] >= n_groups || (k > 0 && got[i][k] <= got[i][k - 1]);
+            if (got[i][k] >= 0 && got[i][k] < n_groups) {
+                read[i][got[i][k]] = 1;
+            }
+        }
+    }
+    const auto   counters_got = counters.download();
+    const double drift        = std::fabs(double(counters_got[1]) - double(counted[1]));
+    const bool   good_select  = unordered == 0 && counts == 0 && double(n_other) <= 0.02 * double(n_want) + 4.0 &&
+                                counters_got[0] == counted[0] && drift <= 0.02 * double(counted[1]) + 4.0;
+
+    // what is not on the list is poisoned: nobody may read it
+    std::vector<char> any(n_groups, 0);
+    for (const auto & r : read) {
+        for (int g = 0; g < n_groups; ++g) {
+            any[g] |= r[g];
+        }
+    }
+    const size_t row_blocks = size_t(l.n_head_kv) * l.blocks();
+    for (int cell = 0; cell < c.n_kv; ++cell) {
+        if (!any[cell / c.group]) {
+            std::memset(static_cast<void *>(&l.far_k[cell * row_blocks]), 0xFF, row_blocks * sizeof(Fp4Block));
+            std::memset(static_cast<void *>(&l.far_v[cell * row_blocks]), 0xFF, row_blocks * sizeof(Fp4Block));
+        }
+    }
+    Layer plain = l;
+    for (size_t r = 0; r + plain.cur_stride <= l.cur_k.size(); r += plain.cur_stride) {
+        rotate_values(&plain.cur_k[r], size_t(c.n_head_kv) * c.dim, rot.k);
+        rotate_values(&plain.cur_v[r], size_t(c.n_head_kv) * c.dim, rot.v);
+    }
+    Inputs rotated = in;
+    rotate_values(rotated.q.data(), rotated.q.size(), rot.k);
+    auto out_want = reference(c, plain, rotated, scale, &read);
+    rotate_values(out_want.data(), out_want.size(), rot.v);
+    DeviceLayer        poisoned(l);
+    DeviceArray<float> out(std::vector<float>(out_want.size(), NAN));
+    SparseAttendArgs   s{};
+    s.attend.mem = poisoned.mem, s.attend.cur = poisoned.cur, s.attend.rot = rot, s.attend.n_kv = c.n_kv;
+    cells.tell(s.attend);
+    s.attend.q = a.q, s.attend.q_stride_query = a.q_stride_query, s.attend.q_stride_head = a.q_stride_head;
+    s.attend.n_q = c.n_q, s.attend.n_head = n_head, s.attend.mask = a.mask, s.attend.mask_stride = a.mask_stride;
+    s.attend.sinks = in.sinks.empty() ? nullptr : sinks.get(), s.attend.scale = scale, s.attend.softcap = c.softcap;
+    s.attend.out = out.get(), s.selected = lists.get(), s.capacity = capacity;
+    DeviceArray<uint8_t> more(std::vector<uint8_t>(kv_attend_sparse_cuda_scratch(s, device), 0xFF));
+    kv_attend_sparse_cuda(s, device, more.get(), nullptr);
+    CHECK_CUDA(cudaGetLastError());
+    CHECK_CUDA(cudaDeviceSynchronize());
+    const Errors e           = compare(out.download(), out_want, c.dim);
+    const bool   good_attend = e.whole < kTolerance && e.worst_row < 8 * kTolerance;
+    n_failed += !good_select + !good_attend;
+    std::printf("%s look-up%s head %3d m %2d kv-heads %d gqa %2d n_q %2d n_kv %5d %-5s mask %-9s cap %2.0f sinks %d "
+                "share %.2f-%.2f "
+                "threshold %.1f: %zu of %zu groups differ, counts %zu, order %zu, counters %llu/%llu want %llu/%llu; "
+                "attention error %.1e, worst row %.1e\n",
+                good_select && good_attend ? "ok  " : "FAIL", c.rotate ? " rotated" : "", c.dim, c.group, c.n_head_kv,
+                c.gqa, c.n_q, c.n_kv, c.sources.c_str(), c.mask.c_str(), c.softcap, c.sinks, budget.lookup_min,
+                budget.lookup_max, budget.threshold, n_other, n_want, counts, unordered,
+                (unsigned long long) counters_got[1], (unsigned long long) counters_got[0],
+                (unsigned long long) counted[1], (unsigned long long) counted[0], e.whole, e.worst_row);
+    std::fflush(stdout);
+}
+
+void check_lookup_all(bool quick, const CudaDevice & device) {
+    Rng          rng(7);
+    const char * sources[] = {"far", "tail", "mixed"};
+    const char * masks[]   = {"none", "causal", "sequences"};
+    for (int i = 0; i < (quick ? 8 : 120); ++i) {
+        Case c{};
+        c.dim                           = 64 << uniform(rng, 0, 2);
+        c.group                         = 2 << uniform(rng, 0, 3);
+        c.n_head_kv                     = uniform(rng, 1, 8);
+        const int gqas[]                = {1, 2, 3, 4, 5, 8, 16};
+        c.gqa                           = gqas[uniform(rng, 0, c.dim == 256 ? 5 : 6)];
+        c.n_q                           = std::min(uniform(rng, 0, 1) ? 1 : uniform(rng, 2, 8), 16 / c.gqa);
+        const int n_kvs[]               = {20, 256, 1000, 2048, 4100, 9000, 33000};
+        c.n_kv                          = n_kvs[uniform(rng, 0, quick ? 2 : 6)];
+        c.sources                       = sources[uniform(rng, 0, 2)];
+        c.mask                          = masks[c.n_q == 1 ? 0 : uniform(rng, 0, 2)];
+        c.softcap                       = uniform(rng, 0, 3) == 0 ? 30.0f : 0.0f;
+        c.sinks                         = uniform(rng, 0, 3) == 0;
+        c.rotate                        = uniform(rng, 0, 1) == 0;
+        const float        shares[][2]  = {{0.1f, 0.2f}, {0.2f, 0.2f}, {0.02f, 0.9f}, {0.0f, 0.0f}, {1.0f, 1.0f}};
+        const float        thresholds[] = {0.0f, 0.3f, 0.5f};
+        const auto &       share        = shares[uniform(rng, 0, 4)];
+        const LookupBudget budget{share[0], share[1], thresholds[uniform(rng, 0, 2)], uniform(rng, 0, 2) * 128};
+        check_lookup(rng, c, budget, device);
+    }
 }
 
 void check_attend_all(bool quick, const CudaDevice & device) {
@@ -846,6 +1008,61 @@ void time_attend(const Shape & s, int group, int n_kv, int n_q, bool all_far, co
     std::fflush(stdout);
 }
 
+// Look-up and sparse attention, `share` of the groups.
+void time_lookup(const Shape & s, int group, int n_kv, float share, const CudaDevice & device) {
+    TimedLayers                t(s, group, n_kv, 1, size_t(1) << 30);
+    Rng                        rng(6);
+    const std::vector<int32_t> src = conversation(n_kv, 1, n_kv > 512 ? 100 : 1);
+    std::vector<float>         q(size_t(s.n_head) * s.dim);
+    for (auto & x : q) {
+        x = normal(rng);
+    }
+    const int                     capacity = int(share * float(n_kv / group)) + 64;
+    const DeviceCells             cells(src, 31);
+    DeviceArray<float>            q_d(q), out(q.size());
+    DeviceArray<int32_t>          lists(s.n_head_kv * group_list_stride(capacity));
+    DeviceArray<uint64_t>         counters(std::vector<uint64_t>(2, 0));
+    std::vector<SelectArgs>       selects;
+    std::vector<SparseAttendArgs> attends;
+    for (auto & l : t.layers) {
+        SelectArgs a{};
+        a.mem = l.mem, a.rot = rotation_of(true, s.dim), a.far_bits = cells.far_bits.get(), a.n_kv = n_kv;
+        a.q = q_d.get(), a.q_stride_query = int64_t(s.n_head) * s.dim, a.q_stride_head = s.dim, a.n_q = 1;
+        a.n_head = s.n_head, a.scale = 1.0f / std::sqrt(float(s.dim)), a.budget = {share, share, 0.0f, 0};
+        a.selected = lists.get(), a.capacity = capacity, a.counters = counters.get();
+        selects.push_back(a);
+        SparseAttendArgs b{};
+        b.attend.mem = l.mem, b.attend.cur = l.cur, b.attend.rot = a.rot, b.attend.n_kv = n_kv, b.attend.q = a.q;
+        cells.tell(b.attend);
+        b.attend.q_stride_query = a.q_stride_query, b.attend.q_stride_head = a.q_stride_head, b.attend.n_q = 1;
+        b.attend.n_head = s.n_head, b.attend.scale = a.scale, b.attend.out = out.get();
+        b.selected = lists.get(), b.capacity = capacity;
+        attends.push_back(b);
+    }
+    DeviceArray<uint8_t> scratch(kv_select_cuda_scratch(selects[0], device)),
+        more(kv_attend_sparse_cuda_scratch(attends[0], device));
+    constexpr int n     = 32;
+    auto          timed = [&](bool select, bool attend) {
+        return 1e3f / n *
+               time_graph(
+                   [&](cudaStream_t stream) {
+                       for (int i = 0; i < n; ++i) {
+                           if (select) {
+                               kv_select_cuda(selects[i % t.n], device, scratch.get(), stream);
+                           }
+                           if (attend) {
+                               kv_attend_sparse_cuda(attends[i % t.n], device, more.get(), stream);
+                           }
+                       }
+                   },
+                   15);
+    };
+    std::printf(
+        "look-up %-9s m %2d n_kv %6d share %.2f: select %.1f us, sparse attend %.1f us, together %.1f us a layer\n",
+        s.name, group, n_kv, share, timed(true, false), timed(false, true), timed(true, true));
+    std::fflush(stdout);
+}
+
 void time_fold(const Shape & s, int group, int n_rows) {
     Rng                  rng(5);
     const int            n_groups = std::max(1, n_rows / group);
@@ -912,6 +1129,16 @@ void time_decode(const CudaDevice & device) {
     }
 }
 
+void time_lookups(const CudaDevice & device) {
+    for (int n_kv : {8192, 32768, 65536, 131072}) {
+        time_lookup(kLlama8b, 4, n_kv, 0.2f, device);
+        time_lookup(kLlama8b, 4, n_kv, 0.1f, device);
+    }
+    time_lookup(kLlama8b, 2, 65536, 0.1f, device);
+    time_lookup(kLlama1b, 4, 65536, 0.2f, device);
+    time_lookup(kGemma4b, 4, 65536, 0.2f, device);
+}
+
 void time_folds() {
     for (int group : {4, 32}) {
         for (int n : {1, 4, 512, 2048}) {
@@ -939,13 +1166,18 @@ int main(int argc, char ** argv) {
         if (what == "check" || what == "quick") {
             check_fold_all(what == "quick");
             check_attend_all(what == "quick", device);
+            check_lookup_all(what == "quick", device);
             std::printf("%s: %d failed\n", what.c_str(), n_failed);
-        } else if (what == "time" || what == "time-decode" || what == "time-fold" || what == "time-prefill") {
+        } else if (what == "time" || what == "time-decode" || what == "time-fold" || what == "time-prefill" ||
+                   what == "time-lookup") {
             const auto wanted = [&](const char * part) {
                 return what == "time" || what == std::string("time-") + part;
             };
             if (wanted("decode")) {
                 time_decode(device);
+            }
+            if (wanted("lookup")) {
+                time_lookups(device);
             }
             if (wanted("fold")) {
                 time_folds();

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds the standalone harness on a machine with a GPU, checks every CUDA operation, times them, prints a short table.
 #
-# usage: bench/cuda/run_device.sh [check] [time | time-decode | time-fold | time-prefill] [sanitize] [profile]      default: check time
+# usage: bench/cuda/run_device.sh [check] [time | time-decode | time-lookup | time-fold | time-prefill] [sanitize] [profile]      default: check time
 # environment: ARCH (default sm_90), OUT (where logs go, default a folder of the temporary directory), VARIANTS (default "12": decode kernels
 # of so many warps a block for head size 128; the first one is checked, all are timed)
 set -euo pipefail
@@ -20,6 +20,8 @@ compile() { nvcc "${flags[@]}" "$@" & pids+=($!); }
 compile -c bench/cuda/harness.cu -o "$build/harness.o"
 compile -c cpp/ops/kv_fold.cu -o "$build/fold.o"
 compile -c cpp/ops/kv_store.cu -o "$build/store.o"
+compile -c cpp/ops/kv_select.cu -o "$build/select.o"
+compile -c cpp/ops/kv_select.cpp -o "$build/select_cpu.o"
 compile -c cpp/ops/kv_fold.cpp -o "$build/fold_cpu.o"
 compile -c cpp/ops/rotate.cpp -o "$build/rotate.o"
 compile -c cpp/format/fp4_codec.cpp -o "$build/codec.o"
@@ -29,7 +31,7 @@ done
 for p in "${pids[@]}"; do
     wait "$p"
 done
-common=("$build"/{harness,fold,store,fold_cpu,rotate,codec}.o)
+common=("$build"/{harness,fold,store,select,fold_cpu,select_cpu,rotate,codec}.o)
 for v in "${variants[@]}"; do
     nvcc -arch="$arch" "${common[@]}" "$build/attend_$v.o" -o "$build/harness_$v"
 done

@@ -8,7 +8,8 @@
 //
 // Far rows come tile by tile, as their bits in AttendArgs::far_bits say. Summaries are an extra score tile whose rows are handed
 // to the keys of their groups by shuffles. Rows are copied to shared memory ahead of time: the keys of the next tile as soon as
-// those of this one are done with, the values likewise. The exact cells are a list of their own, 16 a unit of work, and go to the
+// those of this one are done with, the values likewise. In a sparse attention a tile holds the cells of the next few groups on the
+// list of the query and KV head, and a block has one query. The exact cells are a list of their own, 16 a unit of work, and go to the
 // warps that have the fewest tiles.
 #pragma once
 
@@ -173,7 +174,7 @@ __device__ __forceinline__ float mask_score(const AttendParams & p, float score,
     if (none) {
         return -INFINITY;
     }
-    if (flat || column >= p.n_q * p.gqa) {
+    if (flat || column >= p.n_q * p.gqa) {  // a column of nobody, or in a sparse attention perhaps the next block's
         return score;
     }
     const float m = __half2float(p.mask[column_query(p, column) * p.mask_stride + cell]);
@@ -255,8 +256,9 @@ __device__ __forceinline__ void attend_exact(const AttendParams & p, int head, i
 
 // --- the kernel ------------------------------------------------------------------------------------------------------
 
-// grid: x KV head, y split, z block of 8 * NB columns. Column c of a KV head is query c / gqa, head c % gqa of the group.
-template <int D, int NB, int WARPS>
+// grid: x KV head, y split, z block of 8 * NB columns, or, when SPARSE, query, whose gqa columns they hold. Column c of a KV head
+// is query c / gqa, head c % gqa of the group.
+template <int D, int NB, int WARPS, bool SPARSE>
 __global__ void __launch_bounds__(DecodeShape<D, NB, WARPS>::threads, 1)
     attend_decode(const __grid_constant__ AttendParams p) {
     using S              = DecodeShape<D, NB, WARPS>;
@@ -265,12 +267,19 @@ __global__ void __launch_bounds__(DecodeShape<D, NB, WARPS>::threads, 1)
     __shared__ float2                        shared_ml[S::warps][8];
 
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, t = lane & 3, r = lane >> 2;
-    const int head = blockIdx.x, column0 = blockIdx.z * S::columns;
-    const int n_columns = p.n_q * p.gqa;
+    const int head = blockIdx.x, column0 = blockIdx.z * (SPARSE ? p.gqa : S::columns);
+    const int n_columns = SPARSE ? column0 + p.gqa : p.n_q * p.gqa;
     const int query0 = column_query(p, column0), query1 = column_query(p, min(column0 + S::columns, n_columns) - 1);
 
     // Tiles are dealt out to the warps of all blocks in turn, and back again in the next round, and so on.
-    const int n_tiles = (p.n_kv + kDecodeTile - 1) / kDecodeTile;
+    const int32_t * list     = nullptr;
+    int             n_listed = 0, n_tiles = (p.n_kv + kDecodeTile - 1) / kDecodeTile;
+    if constexpr (SPARSE) {
+        wait_for_earlier();  // the selection was made just now
+        list     = p.selected + (int64_t(blockIdx.z) * p.n_head_kv + head) * p.list_stride;
+        n_listed = *list++;
+        n_tiles  = ((n_listed << p.group_shift) + kDecodeTile - 1) / kDecodeTile;
+    }
     const int step    = p.n_split * S::warps;
     const int me      = warp * p.n_split + int(blockIdx.y);
     auto      tile_of = [&](int round) { return n_tiles - 1 - (round == 0 ? me : round * step + step - 1 - me); };
@@ -284,34 +293,83 @@ __global__ void __launch_bounds__(DecodeShape<D, NB, WARPS>::threads, 1)
     const FarCopy<D>   copy(lane);
     const RowPlace<KW> key_place(t, t & 1);
     const RowPlace<VW> value_place(r, false);
-    auto               request_keys = [&](int tile) {
+    // Lane i holds group i of a tile of a sparse attention.
+    auto listed = [&](int tile) {
+        const int at = tile * n_sums + lane;
+        return tile >= 0 && lane < n_sums && at < n_listed ? __ldg(list + at) : 0;
+    };
+    auto gathered = [&](int tile, int entry) {
+        return GatheredRows<D>{p.group_shift, entry, min(kDecodeTile, (n_listed - tile * n_sums) << p.group_shift)};
+    };
+    auto request_keys = [&](int tile, int entry) {
         if (tile >= 0) {
-            const int64_t cell0 = int64_t(tile) * kDecodeTile;
-            const int     n     = p.n_kv - int(cell0);
-            copy.template copy<kDecodeTile>(keys, p.far_k + cell0 * row1 + in_row, row1, n);
-            const int        n_used = min(n_sums, (n + (1 << p.group_shift) - 1) >> p.group_shift);
-            const uint32_t * from   = p.summary + (cell0 >> p.group_shift) * row1 + in_row;
-            copy.template copy<8>(sums, from, row1, n_used);
-            if (n_sums > 8) {
-                copy.template copy<8>(sums + 8 * S::far_stride, from + 8 * row1, row1, n_used - 8);
+            if constexpr (SPARSE) {
+                const auto rows = gathered(tile, entry);
+                rows.template copy<kDecodeTile>(copy, keys, p.far_k + in_row, row1);
+                rows.copy_summaries(copy, sums, p.summary + in_row, row1, n_sums);
+            } else {
+                const int64_t cell0 = int64_t(tile) * kDecodeTile;
+                const int     n     = p.n_kv - int(cell0);
+                copy.template copy<kDecodeTile>(keys, p.far_k + cell0 * row1 + in_row, row1, n);
+                const int        n_used = min(n_sums, (n + (1 << p.group_shift) - 1) >> p.group_shift);
+                const uint32_t * from   = p.summary + (cell0 >> p.group_shift) * row1 + in_row;
+                copy.template copy<8>(sums, from, row1, n_used);
+                if (n_sums > 8) {
+                    copy.template copy<8>(sums + 8 * S::far_stride, from + 8 * row1, row1, n_used - 8);
+                }
             }
         }
         copy_commit();
     };
-    auto request_values = [&](int tile) {
+    auto request_values = [&](int tile, int entry) {
         if (tile >= 0) {
-            const int64_t cell0 = int64_t(tile) * kDecodeTile;
-            copy.template copy<kDecodeTile>(values, p.far_v + cell0 * row1 + in_row, row1, p.n_kv - int(cell0));
+            if constexpr (SPARSE) {
+                gathered(tile, entry).template copy<kDecodeTile>(copy, values, p.far_v + in_row, row1);
+            } else {
+                const int64_t cell0 = int64_t(tile) * kDecodeTile;
+                copy.template copy<kDecodeTile>(values, p.far_v + cell0 * row1 + in_row, row1, p.n_kv - int(cell0));
+            }
         }
         copy_commit();
     };
+    // The bit of this lane's cell, and what the query says about it.
+    auto request_sight = [&](int tile, int entry) {
+        if constexpr (SPARSE) {
+            TileRequest r{0, 0};
+            if (tile >= 0) {
+                const auto rows = gathered(tile, entry);
+                const int  cell = rows.cell(lane);
+                if (lane < rows.n) {
+                    r.far  = __ldg(p.far_bits + cell / 32) >> (cell % 32) & 1u;
+                    r.mask = p.mask ? __half_as_ushort(__ldg(p.mask + query0 * p.mask_stride + cell)) : uint16_t(0);
+                }
+            }
+            return r;
+        } else {
+            return request_tile(p, tile, query0, lane);
+        }
+    };
+    auto sight_of = [&](const TileRequest & request, int tile) {
+        if constexpr (SPARSE) {
+            return TileSight{__ballot_sync(~0u, request.far != 0 && request.mask != 0xFC00u),
+                             bool(__all_sync(~0u, (request.mask & 0x7FFFu) == 0 || request.mask == 0xFC00u))};
+        } else {
+            return tile_sight(p, request, tile, query0, query1, lane);
+        }
+    };
 
     // Far rows, plan and mask are older than the kernels that may still be running.
-    int         tile = tile_of(0), after = tile_of(1);
-    TileRequest tile_bits = request_tile(p, tile, query0, lane);
-    request_keys(tile);
-    request_values(tile);
-    wait_for_earlier();
+    int tile = tile_of(0), after = tile_of(1), entry = 0, next_entry = 0;
+    if constexpr (SPARSE) {
+        entry      = listed(tile);
+        next_entry = listed(after);
+    }
+    TileRequest request = request_sight(tile, entry);
+    request_keys(tile, entry);
+    request_values(tile, entry);
+    if constexpr (!SPARSE) {
+        wait_for_earlier();
+    }
 
     // queries as halves, permuted like the keys: word w has its four pairs at 8 w
     half * q_rows = reinterpret_cast<half *>(shared);
@@ -353,13 +411,17 @@ __global__ void __launch_bounds__(DecodeShape<D, NB, WARPS>::threads, 1)
 
     for (; tile >= 0; tile = after, after -= step) {
         const int       cell0 = tile * kDecodeTile;
-        const TileSight sight = tile_sight(p, tile_bits, tile, query0, query1, lane);
-        tile_bits             = request_tile(p, after, query0, lane);
+        const TileSight sight = sight_of(request, tile);
+        request               = request_sight(after, next_entry);
         const uint32_t others = ~sight.far;
         if (others == ~0u) {
             copy_wait<0>();  // or else a slow copy could meet the next
-            request_keys(after);
-            request_values(after);
+            request_keys(after, next_entry);
+            request_values(after, next_entry);
+            if constexpr (SPARSE) {
+                entry      = next_entry;
+                next_entry = listed(after - step);
+            }
             continue;
         }
 
@@ -370,7 +432,7 @@ __global__ void __launch_bounds__(DecodeShape<D, NB, WARPS>::threads, 1)
             summary_scores<D, NB>(sg_upper, sums + (8 + r) * S::far_stride, key_place, q);
         }
         __syncwarp();
-        request_keys(after);
+        request_keys(after, next_entry);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const int  from0 = (((16 * i + r) >> p.group_shift) & 7) << 2 | t;
@@ -394,9 +456,10 @@ __global__ void __launch_bounds__(DecodeShape<D, NB, WARPS>::threads, 1)
                 for (int nb = 0; nb < NB; ++nb) {
 #pragma unroll
                     for (int c = 0; c < 4; ++c) {
-                        const int j = 16 * i + r + 8 * (c >> 1);
-                        s[i][nb][c] = mask_score(p, s[i][nb][c], cell0 + j, others >> j & 1u, sight.flat,
-                                                 column0 + 8 * nb + 2 * t + (c & 1));
+                        const int j    = 16 * i + r + 8 * (c >> 1);
+                        const int cell = SPARSE ? gathered(tile, entry).cell(j) : cell0 + j;
+                        s[i][nb][c]    = mask_score(p, s[i][nb][c], cell, others >> j & 1u, sight.flat,
+                                                    column0 + 8 * nb + 2 * t + (c & 1));
                     }
                 }
             }
@@ -417,7 +480,11 @@ __global__ void __launch_bounds__(DecodeShape<D, NB, WARPS>::threads, 1)
             add_values<D, NB>(o, values + 16 * i * S::far_stride, others >> (16 * i), t, value_place, b[i]);
         }
         __syncwarp();
-        request_values(after);
+        request_values(after, next_entry);
+        if constexpr (SPARSE) {
+            entry      = next_entry;
+            next_entry = listed(after - step);
+        }
     }
     copy_wait<0>();
 

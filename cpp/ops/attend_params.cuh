@@ -30,7 +30,9 @@ struct AttendParams {
     const uint32_t * far_bits;
     const int2 *     exact;     // ExactCell
     const int32_t *  cell_src;  // [n_kv], prefill only: the two lists above, spread out
-    const half *     mask;      // null: nothing masked
+    const int32_t *  selected;  // sparse only: lists of groups, [n_q][n_head_kv][list_stride], the count first
+    int32_t          list_stride;
+    const half *     mask;  // null: nothing masked
     const float *    q;
     const float *    sinks;  // null: none
     float *          out;

@@ -19,6 +19,11 @@ bool is_deferred(const ggml_tensor * fold) {
     return fold->src[fold_src::before] != nullptr && fold->src[fold_src::k_cur]->ne[1] <= kCommitRows;
 }
 
+CudaDevice the_device(int id) {
+    const auto & info = ggml_cuda_info().devices[id];
+    return {info.nsm, info.cc / 10};
+}
+
 bool packed(const ggml_tensor * t, ggml_type type) {
     return t != nullptr && t->type == type && t->nb[0] == ggml_type_size(type);
 }
@@ -29,15 +34,23 @@ bool cuda_compute(ggml_backend_cuda_context & ctx, ggml_tensor * node) {
     if (!is_kvfold_node(node)) {
         return false;
     }
-    cudaStream_t stream = ctx.stream();
+    cudaStream_t                  stream = ctx.stream();
+    const CudaDevice              device = the_device(ctx.device);
+    ggml_cuda_pool_alloc<uint8_t> scratch(ctx.pool());
+    const auto                    take = [&](size_t bytes) { return bytes > 0 ? scratch.alloc(bytes) : nullptr; };
     switch (NodeOp(node_params(node).op)) {
-    case NodeOp::attend: {
-        const AttendArgs              a    = attend_args(node);
-        const auto &                  info = ggml_cuda_info().devices[ctx.device];
-        const CudaDevice              device{info.nsm, info.cc / 10};
-        const size_t                  bytes = kv_attend_cuda_scratch(a, device);
-        ggml_cuda_pool_alloc<uint8_t> scratch(ctx.pool());
-        kv_attend_cuda(a, device, bytes > 0 ? scratch.alloc(bytes) : nullptr, stream);
+    case NodeOp::attend:
+        if (node->src[attend_src::selection] != nullptr) {
+            const SparseAttendArgs a = sparse_attend_args(node);
+            kv_attend_sparse_cuda(a, device, take(kv_attend_sparse_cuda_scratch(a, device)), stream);
+        } else {
+            const AttendArgs a = attend_args(node);
+            kv_attend_cuda(a, device, take(kv_attend_cuda_scratch(a, device)), stream);
+        }
+        break;
+    case NodeOp::select: {
+        const SelectArgs a = select_args(node);
+        kv_select_cuda(a, device, take(kv_select_cuda_scratch(a, device)), stream);
         break;
     }
     case NodeOp::fold:
@@ -73,6 +86,12 @@ int cuda_supports(int device, const ggml_tensor * node) {
         return 0;
     }
     const NodeParams p = node_params(node);
+    if (NodeOp(p.op) == NodeOp::select) {
+        const ggml_tensor *q = node->src[select_src::q], *mask = node->src[select_src::mask];
+        return packed(q, GGML_TYPE_F32) && (mask == nullptr || packed(mask, GGML_TYPE_F16)) &&
+               kv_ops_cuda_refusal(p.n_head_kv, p.head_dim, p.group, int32_t(q->ne[2])) == nullptr &&
+               kv_select_cuda_refusal(select_args(node), the_device(device)) == nullptr;
+    }
     if (NodeOp(p.op) != NodeOp::attend) {
         return kv_ops_cuda_refusal(p.n_head_kv, p.head_dim, p.group, p.n_head_kv) == nullptr;
     }

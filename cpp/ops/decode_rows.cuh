@@ -59,6 +59,48 @@ struct FarCopy {
     }
 };
 
+// The rows of a tile that are not next to each other: those of the cells of a few groups. `entry`: in lane i the number of group i.
+template <int D>
+struct GatheredRows {
+    int group_shift;
+    int entry;
+    int n;  // rows; the rest of the tile is left out
+
+    // The cell of row j, for a different j in every lane; the whole warp calls.
+    __device__ __forceinline__ int cell(int j) const {
+        const int group = __shfl_sync(~0u, entry, j >> group_shift & 31);
+        return (group << group_shift) | (j & ((1 << group_shift) - 1));
+    }
+
+    // Rows of cells to `to`, of ROWS at most. `base`: the row of cell 0, `step` words apart.
+    template <int ROWS>
+    __device__ __forceinline__ void copy(const FarCopy<D> & copy, uint32_t * to, const uint32_t * base,
+                                         int step) const {
+        to += copy.row * FarRows<D>::stride + copy.word;
+        base += copy.word;
+#pragma unroll
+        for (int i = 0; i < ROWS; i += 3) {
+            const int j = i + copy.row, from = cell(j);
+            if (copy.row < 3 && j < n && j < ROWS) {
+                copy_async<FarRows<D>::chunk>(to + i * FarRows<D>::stride, base + int64_t(from) * step);
+            }
+        }
+    }
+
+    // Summaries of the tile's groups, likewise; `base`: that of group 0.
+    __device__ __forceinline__ void copy_summaries(const FarCopy<D> & copy, uint32_t * to, const uint32_t * base,
+                                                   int step, int n_sums) const {
+        to += copy.row * FarRows<D>::stride + copy.word;
+        base += copy.word;
+        for (int i = 0; i < n_sums; i += 3) {
+            const int j = i + copy.row, group = __shfl_sync(~0u, entry, j & 31);
+            if (copy.row < 3 && j << group_shift < n) {
+                copy_async<FarRows<D>::chunk>(to + i * FarRows<D>::stride, base + int64_t(group) * step);
+            }
+        }
+    }
+};
+
 // Where a thread's share of a row is, for a thread that is the `part`-th of those which share it: two halves.
 template <int W>
 struct RowPlace {

@@ -1,4 +1,5 @@
 // kv_attend on CUDA: which kernel, how many splits, where its scratch goes.
+#include <algorithm>
 #include <mutex>
 #include <unordered_map>
 
@@ -22,6 +23,7 @@ using Prefill = device::PrefillShape<D, D == 256 || (D == 128 && SMALL) ? 32 : 6
 
 struct Plan {
     bool   prefill;
+    bool   sparse;
     int    blocks;   // of 8 columns a thread block of the decode kernel handles: 1 or 2
     int    z;        // thread blocks over the columns of a KV head
     int    n_split;  // shares of the cells
@@ -34,12 +36,14 @@ struct Plan {
 
 int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
-// Splits are chosen so that the device is full once, and no more: every one costs a partial result.
-Plan make_plan(const AttendArgs & a, const CudaDevice & device) {
+// Splits are chosen so that the device is full once, and no more: every one costs a partial result. `sparse`: where the lists of
+// groups are; null: dense.
+Plan make_plan(const AttendArgs & a, const CudaDevice & device, const SparseAttendArgs * sparse) {
     Plan      p{};
-    const int dim = a.mem.head_dim, columns = a.n_q * (a.n_head / a.mem.n_head_kv);
+    const int dim = a.mem.head_dim, gqa = a.n_head / a.mem.n_head_kv, columns = a.n_q * gqa;
     // Up to 16 columns the decode kernel needs one pass. (Turing has not the shared memory for the other at head size 256.)
-    p.prefill = columns > 16 && !(device.arch < 80 && dim == 256);
+    p.sparse  = sparse != nullptr;
+    p.prefill = !p.sparse && columns > 16 && !(device.arch < 80 && dim == 256);
     if (p.prefill) {
         const int rows = dim == 256 ? 64 : 128, cells = dim == 256 || (dim == 128 && device.arch < 80) ? 32 : 64;
         p.z             = ceil_div(columns, rows);
@@ -48,10 +52,11 @@ Plan make_plan(const AttendArgs & a, const CudaDevice & device) {
         const int split = room < 1 ? 1 : room < most ? room : most;
         p.n_split       = ceil_div(tiles, ceil_div(tiles, split));
     } else {
-        p.blocks         = columns > 8 && dim <= 128 ? 2 : 1;
-        p.z              = ceil_div(columns, 8 * p.blocks);
+        p.blocks         = (p.sparse ? gqa : columns) > 8 && dim <= 128 ? 2 : 1;
+        p.z              = p.sparse ? a.n_q : ceil_div(columns, 8 * p.blocks);
+        const int cells  = p.sparse ? std::min(sparse->capacity * a.mem.group, a.n_kv) : a.n_kv;
         const int shares = a.mem.n_head_kv * p.z, warps = device::decode_warps(dim, p.blocks, device.arch < 80);
-        const int most = ceil_div(ceil_div(a.n_kv, device::kDecodeTile), warps);  // with a tile for every warp
+        const int most = ceil_div(ceil_div(cells, device::kDecodeTile), warps);  // with a tile for every warp
         // One wave of blocks; more where that would leave multiprocessors without work and there is enough of it.
         p.n_split = 1;
         int busy  = 0;  // of 1000 multiprocessors
@@ -113,10 +118,10 @@ void launch_prefill(const AttendParams & p, const Plan & plan, cudaStream_t stre
     device::attend_prefill<S><<<dim3(plan.z, p.n_head_kv, plan.n_split), S::threads, S::shared_bytes, stream>>>(p);
 }
 
-template <int D, int NB, bool SMALL>
+template <int D, int NB, bool SMALL, bool SPARSE>
 void launch_decode(const AttendParams & p, const Plan & plan, cudaStream_t stream) {
     constexpr int warps  = device::decode_warps(D, NB, SMALL);
-    const auto    kernel = device::attend_decode<D, NB, warps>;
+    const auto    kernel = device::attend_decode<D, NB, warps, SPARSE>;
     using S              = device::DecodeShape<D, NB, warps>;
     const int bytes      = S::shared_bytes(1 << p.group_shift);
     (void) cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
@@ -136,11 +141,15 @@ void launch(const AttendParams & p, const Plan & plan, const CudaDevice & device
     } else {
         const bool small = device.arch < 80;
         if (plan.blocks == 1) {
-            small ? launch_decode<D, 1, true>(p, plan, stream) : launch_decode<D, 1, false>(p, plan, stream);
+            plan.sparse ? launch_decode<D, 1, false, true>(p, plan, stream)
+            : small     ? launch_decode<D, 1, true, false>(p, plan, stream)
+                        : launch_decode<D, 1, false, false>(p, plan, stream);
         }
         if constexpr (D <= 128) {
             if (plan.blocks == 2) {
-                small ? launch_decode<D, 2, true>(p, plan, stream) : launch_decode<D, 2, false>(p, plan, stream);
+                plan.sparse ? launch_decode<D, 2, false, true>(p, plan, stream)
+                : small     ? launch_decode<D, 2, true, false>(p, plan, stream)
+                            : launch_decode<D, 2, false, false>(p, plan, stream);
             }
         }
     }
@@ -189,22 +198,27 @@ const char * kv_ops_cuda_refusal(int32_t n_head_kv, int32_t head_dim, int32_t gr
     return nullptr;
 }
 
-size_t kv_attend_cuda_scratch(const AttendArgs & a, const CudaDevice & device) { return make_plan(a, device).scratch; }
+namespace {
 
-void kv_attend_cuda(const AttendArgs & a, const CudaDevice & device, void * scratch, cudaStream_t stream) {
+void attend(const AttendArgs & a, const SparseAttendArgs * sparse, const CudaDevice & device, void * scratch,
+            cudaStream_t stream) {
     if (a.n_q == 0) {
         return;
     }
-    const Plan   plan = make_plan(a, device);
+    const Plan   plan = make_plan(a, device, sparse);
     AttendParams p{};
-    p.far_k          = reinterpret_cast<const uint32_t *>(a.mem.far_k);
-    p.far_v          = reinterpret_cast<const uint32_t *>(a.mem.far_v);
-    p.summary        = reinterpret_cast<const uint32_t *>(a.mem.side);
-    p.near_k         = reinterpret_cast<const half *>(a.mem.near_k);
-    p.near_v         = reinterpret_cast<const half *>(a.mem.near_v);
-    p.cur_k          = a.cur.k;
-    p.cur_v          = a.cur.v;
-    p.far_bits       = a.far_bits;
+    p.far_k    = reinterpret_cast<const uint32_t *>(a.mem.far_k);
+    p.far_v    = reinterpret_cast<const uint32_t *>(a.mem.far_v);
+    p.summary  = reinterpret_cast<const uint32_t *>(a.mem.side);
+    p.near_k   = reinterpret_cast<const half *>(a.mem.near_k);
+    p.near_v   = reinterpret_cast<const half *>(a.mem.near_v);
+    p.cur_k    = a.cur.k;
+    p.cur_v    = a.cur.v;
+    p.far_bits = a.far_bits;
+    if (sparse != nullptr) {
+        p.selected    = sparse->selected;
+        p.list_stride = int32_t(group_list_stride(sparse->capacity));
+    }
     p.exact          = reinterpret_cast<const int2 *>(a.exact);
     p.n_exact        = a.n_exact;
     p.n_current      = a.cur.n_rows;
@@ -258,6 +272,24 @@ void kv_attend_cuda(const AttendArgs & a, const CudaDevice & device, void * scra
     default:
         break;  // kv_ops_cuda_refusal() names it
     }
+}
+
+}  // namespace
+
+size_t kv_attend_cuda_scratch(const AttendArgs & a, const CudaDevice & device) {
+    return make_plan(a, device, nullptr).scratch;
+}
+
+void kv_attend_cuda(const AttendArgs & a, const CudaDevice & device, void * scratch, cudaStream_t stream) {
+    attend(a, nullptr, device, scratch, stream);
+}
+
+size_t kv_attend_sparse_cuda_scratch(const SparseAttendArgs & a, const CudaDevice & device) {
+    return make_plan(a.attend, device, &a).scratch;
+}
+
+void kv_attend_sparse_cuda(const SparseAttendArgs & a, const CudaDevice & device, void * scratch, cudaStream_t stream) {
+    attend(a.attend, &a, device, scratch, stream);
 }
 
 }  // namespace kvfold

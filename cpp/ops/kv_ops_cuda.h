@@ -8,6 +8,7 @@
 #include <cuda_runtime.h>
 
 #include "ops/kv_ops.h"
+#include "ops/kv_select.h"
 
 namespace kvfold {
 
@@ -28,6 +29,13 @@ const char * kv_ops_cuda_refusal(int32_t n_head_kv, int32_t head_dim, int32_t gr
 // to f16 before they meet the values. `scratch` is 256-byte aligned and as large as kv_attend_cuda_scratch() says.
 size_t kv_attend_cuda_scratch(const AttendArgs & a, const CudaDevice & device);
 void   kv_attend_cuda(const AttendArgs & a, const CudaDevice & device, void * scratch, cudaStream_t stream);
+
+// kv_select, and kv_attend_sparse. Null, or what is not possible with these arguments.
+const char * kv_select_cuda_refusal(const SelectArgs & a, const CudaDevice & device);
+size_t       kv_select_cuda_scratch(const SelectArgs & a, const CudaDevice & device);
+void         kv_select_cuda(const SelectArgs & a, const CudaDevice & device, void * scratch, cudaStream_t stream);
+size_t       kv_attend_sparse_cuda_scratch(const SparseAttendArgs & a, const CudaDevice & device);
+void kv_attend_sparse_cuda(const SparseAttendArgs & a, const CudaDevice & device, void * scratch, cudaStream_t stream);
 
 // kv_fold: `a.n_groups` is the capacity of the plan; how many entries are real is read from `n_real` (device memory) when
 // it is not null. The bytes written equal those of the CPU.

@@ -1,0 +1,490 @@
+// Look-up on the device, in two launches.
+//
+// select_score: one block works on one KV head and one share ("split") of the groups and scores their summaries against all
+// columns (query, head of the group) on tensor cores, 32 groups a warp and step, copied to shared memory ahead of time. It
+// leaves the scores, and for every column the maximum and the sum of exponentials of its share.
+//
+// select_pick: one block works on one KV head of one query. It turns scores into bins, counts them, finds the bin where the
+// budget ends, and writes the numbers of the groups up to there in ascending order: every thread has neighbouring groups, and a
+// sum over the threads before it says where its output begins.
+#pragma once
+
+#include "ops/attend_params.cuh"
+#include "ops/decode_rows.cuh"
+#include "ops/kv_select.h"
+#include "ops/launch.cuh"
+
+namespace kvfold {
+namespace device {
+
+struct SelectParams {
+    const uint32_t * summary;
+    const half *     spread;  // [n_groups][n_head_kv]
+    const uint32_t * far_bits;
+    const half *     mask;  // null: nothing masked
+    const float *    q;
+    float *          score;    // [n_head_kv][n_q * gqa][score_stride], base 2; kNoScore: no candidate
+    float2 *         part_ml;  // [n_split][n_head_kv][n_q * gqa]
+    int32_t *        selected;
+    uint64_t *       counters;  // [2] or null
+    int64_t          mask_stride;
+    int64_t          q_stride_query;
+    int64_t          q_stride_head;
+    LookupBudget     budget;
+    int32_t          n_head_kv;
+    int32_t          gqa;
+    int32_t          n_q;
+    int32_t          n_kv;
+    int32_t          n_groups;
+    int32_t          score_stride;
+    int32_t          n_split;
+    int32_t          capacity;
+    int32_t          list_stride;
+    int32_t          group_shift;
+    int32_t          rot_k;
+    float            scale;
+    float            softcap;
+};
+
+constexpr float kLargestScore = 1e29f;  // scores are clamped to +- this; below it in size is only kNoScore
+
+// The bits of group `g`, in the low bits, and which of them exist.
+__device__ __forceinline__ uint32_t group_bits(const SelectParams & p, int g, uint32_t & full) {
+    const int m = 1 << p.group_shift, cell = g << p.group_shift;
+    full = m == 32 ? ~0u : (1u << m) - 1;
+    // n_kv may cut the last group off; the bits behind it are zero
+    return cell < p.n_kv ? __ldg(p.far_bits + cell / 32) >> (cell % 32) & full : 0;
+}
+
+// --- scores ----------------------------------------------------------------------------------------------------------
+
+constexpr int kScoreTile = 32;  // groups a warp handles at a time
+
+template <int D, int NB>
+struct ScoreShape {
+    static constexpr int warps        = D == 256 ? 8 : 16;
+    static constexpr int threads      = 32 * warps;
+    static constexpr int columns      = 8 * NB;
+    static constexpr int q_stride     = D + 8;
+    static constexpr int q_words      = columns * q_stride / 2;
+    static constexpr int tile_words   = kScoreTile * FarRows<D>::stride;
+    static constexpr int shared_bytes = 4 * (q_words + 2 * warps * tile_words);
+};
+
+// Products of the 32 rows of a tile and the queries.
+template <int D, int NB>
+__device__ __forceinline__ void row_scores(float (&s)[2][NB][4], const uint32_t * rows, const RowPlace<D / 32> & place,
+                                           const uint32_t (&q)[NB][D / 32][4]) {
+    constexpr int row8 = 8 * FarRows<D>::stride;
+    uint32_t      all[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        all[i] = rows[i * row8 + place.scales];
+    }
+#pragma unroll
+    for (int w = 0; w < D / 32; ++w) {
+        uint32_t scale[4];
+        Pairs    k[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            scale[i] = scale_pair(all[i], place.scale(w));
+            k[i]     = fp4_pairs(rows[i * row8 + place.at(w)]);
+        }
+#pragma unroll
+        for (int j = 0; j < 4; j += 2) {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const uint32_t a0 = mul_half2(k[2 * i].p[j], scale[2 * i]),
+                               a1 = mul_half2(k[2 * i + 1].p[j], scale[2 * i + 1]),
+                               a2 = mul_half2(k[2 * i].p[j + 1], scale[2 * i]),
+                               a3 = mul_half2(k[2 * i + 1].p[j + 1], scale[2 * i + 1]);
+#pragma unroll
+                for (int nb = 0; nb < NB; ++nb) {
+                    mma_16x8x16(s[i][nb], a0, a1, a2, a3, q[nb][w][j], q[nb][w][j + 1]);
+                }
+            }
+        }
+    }
+}
+
+// grid: x KV head, y split. Columns of all queries: n_q * gqa <= 8 * NB.
+template <int D, int NB>
+__global__ void __launch_bounds__(ScoreShape<D, NB>::threads, 1) select_score(const __grid_constant__ SelectParams p) {
+    using S              = ScoreShape<D, NB>;
+    constexpr int     KW = D / 32, row_words = FarRows<D>::words;
+    extern __shared__ __align__(16) uint32_t shared[];
+    __shared__ float                         half_square[S::columns];
+    __shared__ float2                        shared_ml[S::warps][S::columns];
+
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, t = lane & 3, r = lane >> 2;
+    const int head = blockIdx.x, n_columns = p.n_q * p.gqa, row1 = p.n_head_kv * row_words, in_row = head * row_words;
+    const int n_tiles = (p.n_groups + kScoreTile - 1) / kScoreTile, step = p.n_split * S::warps;
+
+    const FarCopy<D>   copy(lane);
+    const RowPlace<KW> place(t, t & 1);
+    uint32_t * const   stage   = shared + S::q_words + warp * 2 * S::tile_words;
+    auto               request = [&](int tile, int at) {
+        if (tile < n_tiles) {
+            const int g0 = tile * kScoreTile;
+            copy.template copy<kScoreTile>(stage + at * S::tile_words, p.summary + int64_t(g0) * row1 + in_row, row1,
+                                           p.n_groups - g0);
+        }
+        copy_commit();
+    };
+    int tile = warp * p.n_split + int(blockIdx.y);
+    request(tile, 0);  // summaries are older than the kernels that may still be running
+    wait_for_earlier();
+
+    half * q_rows = reinterpret_cast<half *>(shared);
+    for (int j = warp; j < S::columns; j += S::warps) {
+        const int     query = p.n_q == 1 ? 0 : j / p.gqa, h = head * p.gqa + j - query * p.gqa;
+        const float * from = p.q + query * p.q_stride_query + h * p.q_stride_head;
+        float         x[D / 32], square = 0.0f;
+#pragma unroll
+        for (int i = 0; i < D / 32; ++i) {
+            x[i] = j < n_columns ? from[lane + 32 * i] * p.scale : 0.0f;
+        }
+        rotate_row(x, p.rot_k, lane);
+        const int e = lane & 15, word = 2 * (lane >> 4) + (e >> 2 & 1), pair = (e & 1 ? 0 : 2) + (e & 8 ? 0 : 1);
+#pragma unroll
+        for (int i = 0; i < D / 32; ++i) {
+            square += x[i] * x[i];
+            q_rows[j * S::q_stride + 8 * (word + 4 * i) + 2 * pair + (e >> 1 & 1)] = __float2half_rn(x[i]);
+        }
+#pragma unroll
+        for (int d = 1; d < 32; d <<= 1) {
+            square += __shfl_xor_sync(~0u, square, d);
+        }
+        if (lane == 0) {
+            half_square[j] = 0.5f * square;
+        }
+    }
+    __syncthreads();
+    uint32_t q[NB][KW][4];
+    float    add[NB][2], m[NB][2], l[NB][2];
+#pragma unroll
+    for (int nb = 0; nb < NB; ++nb) {
+#pragma unroll
+        for (int w = 0; w < KW; ++w) {
+            const uint4 x = *reinterpret_cast<const uint4 *>(q_rows + (8 * nb + r) * S::q_stride +
+                                                             8 * (t * KW + (KW > 1 ? w ^ (t & 1) * (KW / 2) : w)));
+            q[nb][w][0] = x.x, q[nb][w][1] = x.y, q[nb][w][2] = x.z, q[nb][w][3] = x.w;
+        }
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+            add[nb][c] = half_square[8 * nb + 2 * t + c] * kLog2E;
+            m[nb][c]   = kNoScore;
+            l[nb][c]   = 0.0f;
+        }
+    }
+
+    for (int at = 0; tile < n_tiles; tile += step, at ^= 1) {
+        request(tile + step, at ^ 1);
+        const int      g0 = tile * kScoreTile;
+        uint32_t       all;
+        const uint32_t complete = __ballot_sync(~0u, g0 + lane < p.n_groups && group_bits(p, g0 + lane, all) == all);
+        float          spread[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int g = g0 + r + 8 * i;
+            spread[i]   = g < p.n_groups ? __half2float(__ldg(p.spread + int64_t(g) * p.n_head_kv + head)) : 0.0f;
+        }
+        float s[2][NB][4] = {};
+        copy_wait<1>();
+        __syncwarp();
+        row_scores<D, NB>(s, stage + at * S::tile_words + r * FarRows<D>::stride, place, q);
+        __syncwarp();  // the next request overwrites what others may still read
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            // base 2
+#pragma unroll
+            for (int nb = 0; nb < NB; ++nb) {
+#pragma unroll
+                for (int c = 0; c < 4; ++c) {
+                    const int row = 16 * i + r + 8 * (c >> 1), g = g0 + row, column = 8 * nb + 2 * t + (c & 1);
+                    float     x = s[i][nb][c] * kFp4Inverse;
+                    if (p.softcap != 0.0f) {
+                        x = p.softcap * (1.0f - __fdividef(2.0f, 1.0f + exp2_fast(2.0f * kLog2E / p.softcap * x)));
+                    }
+                    x              = x * kLog2E + add[nb][c & 1] * spread[2 * i + (c >> 1)];
+                    x              = x >= -kLargestScore ? fminf(x, kLargestScore) : -kLargestScore;  // NaN: last
+                    bool candidate = complete >> row & 1u;
+                    if (p.mask && candidate && column < n_columns) {
+                        const int query = column / p.gqa;
+                        candidate =
+                            __half_as_ushort(p.mask[query * p.mask_stride + (int64_t(g) << p.group_shift)]) != 0xFC00u;
+                    }
+                    x           = candidate ? x : kNoScore;
+                    s[i][nb][c] = x;
+                    if (column < n_columns && g < p.n_groups) {
+                        p.score[(int64_t(head) * n_columns + column) * p.score_stride + g] = x;
+                    }
+                }
+            }
+        }
+#pragma unroll
+        for (int nb = 0; nb < NB; ++nb) {
+#pragma unroll
+            for (int c = 0; c < 2; ++c) {
+                const float a = s[0][nb][c], b = s[0][nb][c + 2], d = s[1][nb][c], e = s[1][nb][c + 2];
+                const float top = fmaxf(fmaxf(fmaxf(a, b), fmaxf(d, e)), m[nb][c]);
+                if (top > kNoScore) {
+                    l[nb][c] = l[nb][c] * exp2_fast(m[nb][c] - top) + exp2_fast(a - top) + exp2_fast(b - top) +
+                               exp2_fast(d - top) + exp2_fast(e - top);
+                    m[nb][c] = top;
+                }
+            }
+        }
+    }
+    copy_wait<0>();
+
+    // maxima and sums: over the rows of a warp, then over the warps
+#pragma unroll
+    for (int nb = 0; nb < NB; ++nb) {
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+            float top = m[nb][c];
+#pragma unroll
+            for (int d = 4; d < 32; d <<= 1) {
+                top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
+            }
+            float sum = l[nb][c] * exp2_fast(m[nb][c] - top);
+#pragma unroll
+            for (int d = 4; d < 32; d <<= 1) {
+                sum += __shfl_xor_sync(~0u, sum, d);
+            }
+            if (r == 0) {
+                shared_ml[warp][8 * nb + 2 * t + c] = make_float2(top, sum);
+            }
+        }
+    }
+    __syncthreads();
+    let_next_begin();
+    if (threadIdx.x < n_columns) {
+        float2 total = shared_ml[0][threadIdx.x];
+#pragma unroll 1
+        for (int w = 1; w < S::warps; ++w) {
+            const float2 x   = shared_ml[w][threadIdx.x];
+            const float  top = fmaxf(total.x, x.x);
+            total            = make_float2(top, total.y * exp2_fast(total.x - top) + x.y * exp2_fast(x.x - top));
+        }
+        p.part_ml[(int64_t(blockIdx.y) * p.n_head_kv + head) * n_columns + threadIdx.x] = total;
+    }
+}
+
+// --- the choice ------------------------------------------------------------------------------------------------------
+
+constexpr int kPickThreads = 1024;
+constexpr int kPickWarps   = kPickThreads / 32;
+constexpr int kMaxGqa      = 16;
+
+// Sum of `x` over the threads before this one; `total` over all. The whole block calls; `space` [kPickWarps].
+template <typename T>
+__device__ __forceinline__ T sum_before(T x, T * space, T & total) {
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    T         until = x;
+#pragma unroll
+    for (int d = 1; d < 32; d <<= 1) {
+        const T other = __shfl_up_sync(~0u, until, d);
+        until += lane >= d ? other : T(0);
+    }
+    __syncthreads();  // `space` may still be read from the time before
+    if (lane == 31) {
+        space[warp] = until;
+    }
+    __syncthreads();
+    T mine = space[lane], sum = mine;
+#pragma unroll
+    for (int d = 1; d < 32; d <<= 1) {
+        const T other = __shfl_up_sync(~0u, sum, d);
+        sum += lane >= d ? other : T(0);
+    }
+    total          = __shfl_sync(~0u, sum, 31);
+    const T before = __shfl_sync(~0u, sum - mine, warp);
+    return before + until - x;
+}
+
+__device__ __forceinline__ int bin_of(float p, float top) {
+    const float distance = (top - p) * (float(kBinsPerNat) * 0.69314718055994531f);
+    return distance < float(kSelectBins - 1) ? int(distance) : kSelectBins - 1;
+}
+
+// grid: x KV head, y query
+__global__ void __launch_bounds__(kPickThreads, 1) select_pick(const __grid_constant__ SelectParams p) {
+    __shared__ int   count[kSelectBins];
+    __shared__ float log_sum[kMaxGqa];
+    __shared__ float float_space[kPickWarps];
+    __shared__ int   int_space[kPickWarps];
+    __shared__ int   cut_bin, cut_take, n_taken;
+
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, head = blockIdx.x, query = blockIdx.y;
+    const int n_columns = p.n_q * p.gqa, column0 = query * p.gqa;
+    float *   score = p.score + (int64_t(head) * n_columns + column0) * p.score_stride;
+    for (int b = threadIdx.x; b < kSelectBins; b += kPickThreads) {
+        count[b] = 0;
+    }
+    wait_for_earlier();
+
+    // log of the sum of exponentials of every head of the group
+    if (warp < p.gqa) {
+        float top = kNoScore, sum = 0.0f;
+        for (int i = lane; i < p.n_split; i += 32) {
+            const float2 x = p.part_ml[(int64_t(i) * p.n_head_kv + head) * n_columns + column0 + warp];
+            const float  m = fmaxf(top, x.x);
+            sum            = sum * exp2_fast(top - m) + x.y * exp2_fast(x.x - m);
+            top            = m;
+        }
+        float m = top;
+#pragma unroll
+        for (int d = 1; d < 32; d <<= 1) {
+            m = fmaxf(m, __shfl_xor_sync(~0u, m, d));
+        }
+        sum *= exp2_fast(top - m);
+#pragma unroll
+        for (int d = 1; d < 32; d <<= 1) {
+            sum += __shfl_xor_sync(~0u, sum, d);
+        }
+        if (lane == 0) {
+            log_sum[warp] = sum > 0.0f ? m + __log2f(sum) : 0.0f;
+        }
+    }
+    __syncthreads();
+
+    // probability, summed over the heads; its log takes the place of the first head's score
+    float top          = kNoScore;
+    int   n_candidates = 0;
+    for (int g = threadIdx.x; g < p.n_groups; g += kPickThreads) {
+        float x = score[g];
+        if (x > kNoScore) {
+            float sum = 0.0f;
+            for (int j = 0; j < p.gqa; ++j) {
+                sum += exp2_fast(score[int64_t(j) * p.score_stride + g] - log_sum[j]);
+            }
+            x        = __log2f(fmaxf(sum, 1.17549435e-38f));
+            score[g] = x;
+            top      = fmaxf(top, x);
+            ++n_candidates;
+        }
+    }
+#pragma unroll
+    for (int d = 1; d < 32; d <<= 1) {
+        top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
+    }
+    if (lane == 0) {
+        float_space[warp] = top;
+    }
+    __syncthreads();
+    top = float_space[lane];
+#pragma unroll
+    for (int d = 1; d < 32; d <<= 1) {
+        top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
+    }
+    int total_candidates;
+    (void) sum_before(n_candidates, int_space, total_candidates);
+
+    for (int g = threadIdx.x; g < p.n_groups; g += kPickThreads) {
+        const float x = score[g];
+        if (x > kNoScore) {
+            atomicAdd(&count[bin_of(x, top)], 1);
+        }
+    }
+    __syncthreads();
+
+    // where the budget ends: each thread has two neighbouring bins
+    {
+        const int   b = 2 * threadIdx.x, n0 = count[b], n1 = count[b + 1];
+        const float w0 = float(n0) * exp2_fast(-float(b) * (kLog2E / kBinsPerNat)),
+                    w1 = float(n1) * exp2_fast(-float(b + 1) * (kLog2E / kBinsPerNat));
+        int         n_all;
+        float       mass_all;
+        const int   n_before    = sum_before(n0 + n1, int_space, n_all);
+        const float mass_before = sum_before(w0 + w1, float_space, mass_all);
+        // whole bins that leave at most `threshold` of the mass: the first one for which that is so
+        const float rest   = p.budget.threshold * mass_all;
+        int         enough = p.n_groups;
+        if (p.budget.threshold > 0.0f) {
+            if (mass_all - mass_before - w0 <= rest) {
+                enough = n_before + n0;
+            } else if (mass_all - mass_before - w0 - w1 <= rest) {
+                enough = n_before + n0 + n1;
+            }
+        }
+#pragma unroll
+        for (int d = 1; d < 32; d <<= 1) {
+            enough = min(enough, __shfl_xor_sync(~0u, enough, d));
+        }
+        __syncthreads();
+        if (lane == 0) {
+            int_space[warp] = enough;
+        }
+        __syncthreads();
+        enough = int_space[lane];
+#pragma unroll
+        for (int d = 1; d < 32; d <<= 1) {
+            enough = min(enough, __shfl_xor_sync(~0u, enough, d));
+        }
+        const int floor_groups = (p.budget.min_tokens + (1 << p.group_shift) - 1) >> p.group_shift;
+        const int most  = min(n_all, max(int(ceilf(__fmul_rn(p.budget.lookup_max, float(n_all)))), floor_groups));
+        const int least = min(n_all, max(int(ceilf(__fmul_rn(p.budget.lookup_min, float(n_all)))), floor_groups));
+        const int take  = max(least, min(most, enough));
+        if (threadIdx.x == 0) {
+            n_taken = take;
+            if (take == 0) {
+                cut_bin = cut_take = 0;
+            }
+        }
+        if (take > n_before && take <= n_before + n0 + n1) {
+            const bool second = take > n_before + n0;
+            cut_bin           = b + second;
+            cut_take          = take - n_before - (second ? n0 : 0);
+        }
+    }
+    __syncthreads();
+
+    // the list
+    const int per = ((p.n_groups + kPickThreads - 1) / kPickThreads + 3) / 4 * 4;
+    const int g0 = min(p.n_groups, int(threadIdx.x) * per), g1 = min(p.n_groups, g0 + per), bin = cut_bin;
+    int       n_sure = 0, n_ties = 0;
+    auto      kind = [&](int g) {  // 2: on the list, 1: in the bin of the cut, 0: not
+        const float x = score[g];
+        if (x > kNoScore) {
+            const int b = bin_of(x, top);
+            return b < bin ? 2 : b == bin ? 1 : 0;
+        }
+        uint32_t       full;
+        const uint32_t bits = group_bits(p, g, full);
+        return bits != 0 && bits != full ? 2 : 0;
+    };
+    for (int g = g0; g < g1; ++g) {
+        const int k = kind(g);
+        n_sure += k == 2;
+        n_ties += k == 1;
+    }
+    int       all_ties, n_all;
+    const int ties_before = sum_before(n_ties, int_space, all_ties);
+    const int skip        = min(n_ties, max(0, all_ties - cut_take - ties_before));  // the lowest numbers of a bin
+    int       at          = sum_before(n_sure + n_ties - skip, int_space, n_all);
+    int32_t * list        = p.selected + (int64_t(query) * p.n_head_kv + head) * p.list_stride;
+    let_next_begin();
+    int tie = 0;
+    for (int g = g0; g < g1; ++g) {
+        const int k = kind(g);
+        if (k == 2 || (k == 1 && tie++ >= skip)) {
+            if (at < p.capacity) {
+                list[1 + at] = g;
+            }
+            ++at;
+        }
+    }
+    if (threadIdx.x == 0) {
+        list[0] = min(n_all, p.capacity);
+        if (p.counters) {
+            atomicAdd(reinterpret_cast<unsigned long long *>(p.counters),
+                      static_cast<unsigned long long>(total_candidates));
+            atomicAdd(reinterpret_cast<unsigned long long *>(p.counters) + 1, static_cast<unsigned long long>(n_taken));
+        }
+    }
+}
+
+}  // namespace device
+}  // namespace kvfold
