@@ -30,7 +30,7 @@ _FOLDED_BLOCK = (64, 36)
 # llama.cpp rounds contexts and window caches up to this many cells.
 _CELL_PADDING = 256
 # Where the exact rows start behind the summaries of a layer.
-_NEAR_ALIGNMENT = 128
+_NEAR_ALIGNMENT = 64
 
 
 class UnknownLayout(ValueError):
