@@ -114,6 +114,28 @@ def test_shapes_of_real_models(name: str, tmp_path: Path, core: object, make_llm
     assert plan["settings"]["n_ctx"] >= 32768
 
 
+@pytest.mark.parametrize("name", ["llama-128-gqa4", "llama-64-gqa3", "gemma3-256-iswa"])
+def test_gpu_allocations(name: str, tiny_path: Callable[[str], Path], core: object, make_llm: Any) -> None:
+    """The same on a GPU, device by device, and the sizes that are computed for a GPU that is not there."""
+    from kvfold.devices import gpus
+    from kvfold.dry_run import measure
+    from kvfold.sizing import Planner, Settings
+
+    if not gpus():
+        pytest.skip("no GPU, or a build without support for it")
+    for kv_type in ("fp4", "fp4_csa2", "q8_0"):
+        settings = Settings(KvConfig(kv_type), 4096, -1, windows=True)
+        with Planner(tiny_path(name)) as planner:
+            need = planner.need(settings)
+            computed = planner.computed(settings, CUDA_BUFFERS)
+        flags = {"swa_full": False, "flash_attn": True}
+        llm = make_llm(tiny_path(name), n_ctx=4096, n_gpu_layers=-1, kv_type=kv_type, **flags)
+        allocated = measure(core, llm._ctx.ctx)
+        assert need.kv_bytes == llm.kv.bytes == computed.bytes
+        assert need.gpu.kv == allocated.total("context", host=False)
+        assert abs(need.gpu.total / allocated.total(host=False) - 1) < 0.03
+
+
 def test_weights_by_layer(smollm2_path: Path) -> None:
     from kvfold.sizing import read_weights
 
