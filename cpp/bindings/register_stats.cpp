@@ -35,6 +35,18 @@ py::object context_stats(uintptr_t ctx) {
     d["folded_tokens"] = s.folded_tokens;
     d["folds"]         = s.folds;
     d["backend"]       = s.backend;
+    if (s.config.type == KVFOLD_TYPE_FP4_CSA2) {
+        d["lookup"]      = py::make_tuple(s.config.lookup_min, s.config.lookup_max);
+        d["threshold"]   = s.config.threshold;
+        d["min_tokens"]  = s.config.min_tokens;
+        d["min_context"] = s.config.min_context;
+        d["layers"]      = s.config.layers[0] != '\0' ? s.config.layers : "auto";
+    }
+    d["lookup_visible"]  = s.lookup_visible;
+    d["lookup_read"]     = s.lookup_read;
+    d["lookup_share"]    = s.lookup_visible > 0 ? double(s.lookup_read) / double(s.lookup_visible) : 1.0;
+    d["lookup_steps"]    = s.lookup_steps;
+    d["dense_fallbacks"] = s.dense_fallbacks;
     return d;
 }
 

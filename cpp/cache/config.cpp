@@ -2,6 +2,7 @@
 
 #include <cerrno>
 #include <climits>
+#include <cmath>
 #include <cstdarg>
 #include <cstdio>
 #include <cstdlib>
@@ -13,11 +14,19 @@ namespace kvfold {
 
 namespace {
 
+// Look-up defaults (bench/sparse_quality.py). Longer contexts only: short ones are read in no time.
+constexpr float   kLookupMin   = 0.1f;
+constexpr float   kLookupMax   = 0.2f;
+constexpr float   kThreshold   = 0.3f;
+constexpr int32_t kMinTokens   = 256;
+constexpr int32_t kMinContext  = 4096;
+constexpr int32_t kDenseLayers = 2;  // first layers of a model: little to read, much to lose
+
 thread_local std::string                t_last_error;
 thread_local std::vector<kvfold_config> t_scopes;
 
 std::mutex    g_default_mutex;
-kvfold_config g_default = {KVFOLD_TYPE_NONE, 0, 0, 0, KVFOLD_SWA_F16};
+kvfold_config g_default = unset_config(KVFOLD_TYPE_NONE);
 
 const int k_groups[] = {2, 4, 8, 16, 32};
 
@@ -42,6 +51,113 @@ bool parse_int(const char * key, const char * value, int32_t & out) {
     }
     out = int32_t(n);
     return true;
+}
+
+bool parse_number(const char * key, const char * text, size_t length, float & out) {
+    const std::string value(text, length);
+    char *            end = nullptr;
+    out                   = std::strtof(value.c_str(), &end);
+    if (value.empty() || *end != '\0' || !std::isfinite(out)) {
+        return fail(message("kv_%s must be a number, got '%s'", key, value.c_str()));
+    }
+    return true;
+}
+
+// "0.2" or "0.1,0.2"
+bool parse_lookup(const char * value, float & least, float & most) {
+    const char * comma = std::strchr(value, ',');
+    if (comma == nullptr) {
+        if (!parse_number("lookup", value, std::strlen(value), most)) {
+            return false;
+        }
+        least = most;
+    } else if (!parse_number("lookup", value, size_t(comma - value), least) ||
+               !parse_number("lookup", comma + 1, std::strlen(comma + 1), most)) {
+        return false;
+    }
+    if (!(0.0f <= least && least <= most && 0.0f < most && most <= 1.0f)) {
+        return fail(
+            message("kv_lookup must be a share above 0 and up to 1, or two of them, 'MIN,MAX', got '%s'", value));
+    }
+    return true;
+}
+
+// --- layer modes -----------------------------------------------------------------------------------------------------
+
+const char * const k_modes[]  = {"dense", "full", "reuse", "reindex", "window"};
+constexpr int      kMaxLayers = 4096;
+
+bool bad_layers(const char * text, const char * why) {
+    return fail(message("kv_layers '%s': %s; possible: auto, or modes (dense, full, reuse, reindex, window) as in "
+                        "'dense*2,full*10,reuse' or '(full,reuse*3)*8'",
+                        text, why));
+}
+
+// Reads "*N" if it is there.
+bool parse_count(const char *& at, long & n) {
+    n = 1;
+    if (*at == '*') {
+        char * end = nullptr;
+        n          = std::strtol(at + 1, &end, 10);
+        if (end == at + 1 || n < 1 || n > kMaxLayers) {
+            return false;
+        }
+        at = end;
+    }
+    return true;
+}
+
+// Reads a list up to its end or to a closing bracket.
+bool parse_modes(const char * text, const char *& at, bool nested, std::vector<LayerMode> & modes) {
+    for (;;) {
+        std::vector<LayerMode> item;
+        if (*at == '(' && !nested) {
+            ++at;
+            if (!parse_modes(text, at, true, item)) {
+                return false;
+            }
+            if (*at++ != ')') {
+                return bad_layers(text, "a bracket is not closed");
+            }
+        } else {
+            for (size_t i = 0; i < sizeof(k_modes) / sizeof(*k_modes); ++i) {
+                const size_t length = std::strlen(k_modes[i]);
+                if (std::strncmp(at, k_modes[i], length) == 0 && std::strchr(",*)", at[length]) != nullptr) {
+                    item = {LayerMode(i)};  // the end of the text is found by strchr too
+                    at += length;
+                    break;
+                }
+            }
+            if (item.empty()) {
+                return bad_layers(text, "not a list of modes");
+            }
+        }
+        long n = 0;
+        if (!parse_count(at, n)) {
+            return bad_layers(text, "after * a number of layers is expected");
+        }
+        for (long i = 0; i < n; ++i) {
+            modes.insert(modes.end(), item.begin(), item.end());
+        }
+        if (modes.size() > size_t(kMaxLayers)) {
+            return bad_layers(text, "too many layers");
+        }
+        if (*at != ',') {
+            break;
+        }
+        ++at;
+    }
+    return *at == '\0' || (nested && *at == ')') || bad_layers(text, "not a list of modes");
+}
+
+// A setting of look-ups that was given.
+const char * lookup_setting(const kvfold_config & c) {
+    return c.lookup_max != 0.0f  ? "kv_lookup"
+           : c.threshold >= 0.0f ? "kv_threshold"
+           : c.min_tokens >= 0   ? "kv_min_tokens"
+           : c.min_context >= 0  ? "kv_min_context"
+           : c.layers[0] != '\0' ? "kv_layers"
+                                 : nullptr;
 }
 
 bool is_any(const char * key, const char * a, const char * b) {
@@ -70,7 +186,60 @@ kvfold_config resolve(kvfold_config config) {
         // differences, where 32 tokens are nearly as good as 4; fp4_csa2 also needs them as an index, where they are not.
         config.group = config.type == KVFOLD_TYPE_FP4 ? 32 : 4;
     }
+    if (config.type == KVFOLD_TYPE_FP4_CSA2) {
+        if (config.lookup_max == 0.0f) {
+            config.lookup_min = kLookupMin;
+            config.lookup_max = kLookupMax;
+        }
+        config.threshold   = config.threshold < 0.0f ? kThreshold : config.threshold;
+        config.min_tokens  = config.min_tokens < 0 ? kMinTokens : config.min_tokens;
+        config.min_context = config.min_context < 0 ? kMinContext : config.min_context;
+    }
     return config;
+}
+
+kvfold_config unset_config(kvfold_type type) {
+    kvfold_config c{};
+    c.type        = type;
+    c.threshold   = -1.0f;
+    c.min_tokens  = -1;
+    c.min_context = -1;
+    return c;
+}
+
+bool layer_modes(const char * text, const std::vector<int32_t> & layers, std::vector<LayerMode> & modes) {
+    modes.clear();
+    if (text[0] == '\0' || std::strcmp(text, "auto") == 0) {
+        for (const int32_t il : layers) {
+            modes.push_back(il < kDenseLayers ? LayerMode::dense : LayerMode::full);
+        }
+        return true;
+    }
+    const char * at = text;
+    if (!parse_modes(text, at, false, modes)) {
+        return false;
+    }
+    // What a layer may take over must have been chosen before.
+    bool chosen = false, full = false;
+    for (const LayerMode mode : modes) {
+        if (mode == LayerMode::reuse && !chosen) {
+            return bad_layers(text, "reuse needs a full layer before it");
+        }
+        if (mode == LayerMode::reindex && !full) {
+            return bad_layers(text, "reindex needs a full layer before it");
+        }
+        full   = full || mode == LayerMode::full;
+        chosen = chosen || mode == LayerMode::full || mode == LayerMode::reindex;
+    }
+    if (layers.empty()) {
+        return true;
+    }
+    if (modes.size() > layers.size()) {
+        return fail(message("kv_layers '%s' lists %zu layers; the model has %zu that keep the whole context", text,
+                            modes.size(), layers.size()));
+    }
+    modes.resize(layers.size(), modes.back());
+    return true;
 }
 
 }  // namespace kvfold
@@ -94,7 +263,9 @@ const char * kvfold_type_name(kvfold_type type) {
 const char * kvfold_last_error(void) { return t_last_error.c_str(); }
 
 kvfold_config kvfold_config_default(kvfold_type type) {
-    kvfold_config config = {type, 0, 128, 4, KVFOLD_SWA_F16};
+    kvfold_config config = unset_config(type);
+    config.tail          = 128;
+    config.sinks         = 4;
     return resolve(config);
 }
 
@@ -110,6 +281,14 @@ bool kvfold_config_set(kvfold_config * config, const char * key, const char * va
         }
         if (before.type != config->type) {
             config->group = 0;
+        }
+        if (before.type == KVFOLD_TYPE_FP4_CSA2 && before.type != config->type) {
+            // What a type without look-up would refuse may only be its former type's default.
+            kvfold_config fresh = unset_config(config->type);
+            fresh.tail          = config->tail;
+            fresh.sinks         = config->sinks;
+            fresh.swa_type      = config->swa_type;
+            *config             = fresh;
         }
         return true;
     }
@@ -132,8 +311,40 @@ bool kvfold_config_set(kvfold_config * config, const char * key, const char * va
         }
         return true;
     }
-    return fail(
-        message("unknown cache setting '%s'; possible: kv_type, kv_group, kv_tail, kv_sinks, kv_swa_type", key));
+    if (is_any(key, "lookup", "kv_lookup")) {
+        return parse_lookup(value, config->lookup_min, config->lookup_max);
+    }
+    if (is_any(key, "threshold", "kv_threshold")) {
+        if (!parse_number("threshold", value, std::strlen(value), config->threshold)) {
+            return false;
+        }
+        return (config->threshold >= 0.0f && config->threshold <= 1.0f) ||
+               fail(message("kv_threshold must be from 0 to 1, got %s", value));
+    }
+    if (is_any(key, "min_tokens", "kv_min_tokens")) {
+        return parse_int("min_tokens", value, config->min_tokens) &&
+               ((config->min_tokens >= 0 && config->min_tokens <= 65535) ||
+                fail(message("kv_min_tokens must be from 0 to 65535 tokens, got %s", value)));
+    }
+    if (is_any(key, "min_context", "kv_min_context")) {
+        return parse_int("min_context", value, config->min_context) &&
+               (config->min_context >= 0 || fail(message("kv_min_context must be 0 tokens or more, got %s", value)));
+    }
+    if (is_any(key, "layers", "kv_layers")) {
+        std::vector<LayerMode> modes;
+        if (std::strlen(value) >= sizeof(config->layers)) {
+            return fail(message("kv_layers is longer than %zu characters; use mode*N for runs of layers",
+                                sizeof(config->layers) - 1));
+        }
+        if (!layer_modes(value, {}, modes)) {
+            return false;
+        }
+        std::strcpy(config->layers, value);
+        return true;
+    }
+    return fail(message("unknown cache setting '%s'; possible: kv_type, kv_group, kv_tail, kv_sinks, kv_swa_type, "
+                        "kv_lookup, kv_threshold, kv_min_tokens, kv_min_context, kv_layers",
+                        key));
 }
 
 bool kvfold_config_check(const kvfold_config * config) {
@@ -158,7 +369,23 @@ bool kvfold_config_check(const kvfold_config * config) {
     if (c.swa_type != KVFOLD_SWA_F16 && c.swa_type != KVFOLD_SWA_Q8_0) {
         return fail(message("kv_swa_type %d is unknown; possible: f16, q8_0", int(c.swa_type)));
     }
-    return true;
+    if (c.type != KVFOLD_TYPE_FP4_CSA2) {
+        const char * given = lookup_setting(c);
+        return given == nullptr ||
+               fail(message("%s has no effect with kv_type %s; it needs fp4_csa2", given, kvfold_type_name(c.type)));
+    }
+    if (!(0.0f <= c.lookup_min && c.lookup_min <= c.lookup_max && c.lookup_max <= 1.0f)) {
+        return fail(message("kv_lookup must be a share above 0 and up to 1, or two of them, got %g,%g",
+                            double(c.lookup_min), double(c.lookup_max)));
+    }
+    if (!(c.threshold <= 1.0f)) {
+        return fail(message("kv_threshold must be from 0 to 1, got %g", double(c.threshold)));
+    }
+    if (c.min_tokens > 65535) {
+        return fail(message("kv_min_tokens must be from 0 to 65535 tokens, got %d", c.min_tokens));
+    }
+    std::vector<LayerMode> modes;
+    return layer_modes(c.layers, {}, modes);
 }
 
 bool kvfold_scope_push(const kvfold_config * config) {
@@ -180,7 +407,7 @@ bool kvfold_set_default(const kvfold_config * config) {
         return false;
     }
     std::lock_guard<std::mutex> lock(g_default_mutex);
-    g_default = config != nullptr ? resolve(*config) : kvfold_config{KVFOLD_TYPE_NONE, 0, 0, 0, KVFOLD_SWA_F16};
+    g_default = config != nullptr ? resolve(*config) : unset_config(KVFOLD_TYPE_NONE);
     return true;
 }
 

@@ -1,7 +1,9 @@
 // Configuration: the thread's scope, the process default, validation and the thread's last error.
 #pragma once
 
+#include <cstdint>
 #include <string>
+#include <vector>
 
 #include "kvfold/kvfold.h"
 
@@ -11,6 +13,15 @@ inline const char * type_name(kvfold_type type) { return kvfold_type_name(type);
 
 // Fills in defaults that depend on the type (group 0).
 kvfold_config resolve(kvfold_config config);
+
+// A configuration in which everything is still to be decided.
+kvfold_config unset_config(kvfold_type type);
+
+enum class LayerMode { dense, full, reuse, reindex, window };
+
+// Expands kvfold_config::layers for layers of these numbers in the model; false (see fail) if that is impossible. An empty
+// list of layers only checks the text.
+bool layer_modes(const char * text, const std::vector<int32_t> & layers, std::vector<LayerMode> & modes);
 
 // Remembers the reason for kvfold_last_error() and returns false, so that `return fail(...)` reads well.
 bool fail(const std::string & reason);

@@ -7,9 +7,11 @@
 #include <vector>
 
 #include "cache/hooks.h"
+#include "cache/lookup.h"
 #include "llama-graph.h"
 #include "llama-kv-cache.h"
 #include "ops/graph_node.h"
+#include "ops/kv_select.h"
 
 namespace kvfold {
 
@@ -20,7 +22,8 @@ class PlanInput : public llm_graph_input_i {
   public:
     PlanInput(kvfold_cache * cache, ggml_context * ctx, int64_t n_kv, int64_t n_tokens)
         : layout_(plan_layout((n_kv + 31) / 32, cache->near.n_rows(), n_tokens, cache->config.group)), cache_(cache),
-          n_tokens_(n_tokens), needs_mask_(cache->plan.needs_mask), fused_rotation_(cache->fused_rotation) {
+          n_tokens_(n_tokens), sparse_(cache->plan.sparse), needs_mask_(cache->plan.needs_mask),
+          fused_rotation_(cache->fused_rotation) {
         words = ggml_new_tensor_1d(ctx, GGML_TYPE_I32, layout_.size);
         ggml_set_input(words);
         ggml_set_name(words, "kvfold_plan");
@@ -51,18 +54,23 @@ class PlanInput : public llm_graph_input_i {
     bool can_reuse(const llm_graph_params & params) override {
         const UbatchPlan & plan = cache_->plan;
         return int64_t(params.ubatch.n_tokens) == n_tokens_ &&
-               int64_t(plan.far_bits.size()) == layout_.exact - layout_.far && plan.needs_mask == needs_mask_ &&
-               cache_->fused_rotation == fused_rotation_;
+               int64_t(plan.far_bits.size()) == layout_.exact - layout_.far && plan.sparse == sparse_ &&
+               plan.needs_mask == needs_mask_ && cache_->fused_rotation == fused_rotation_;
     }
 
     const kvfold_cache * cache() const { return cache_; }
 
     ggml_tensor * words;  // PlanLayout
 
+    // What layers of this graph have chosen so far; null: nothing.
+    ggml_tensor * chosen = nullptr;
+    ggml_tensor * pool   = nullptr;
+
   private:
     const PlanLayout     layout_;
     kvfold_cache * const cache_;
     const int64_t        n_tokens_;
+    const bool           sparse_;
     const bool           needs_mask_;
     const bool           fused_rotation_;
     std::vector<int32_t> values_;
@@ -75,7 +83,11 @@ struct NodeSpec {
     Rotation           rot;
     float              scale   = 0.0f;
     float              softcap = 0.0f;
+    LookupBudget       budget  = {};  // of a select node
 };
+
+// Shares are rounded down: the number of groups is rounded up later.
+uint16_t share_units(float share) { return uint16_t(double(share) * double(kShareUnits)); }
 
 void make_custom(ggml_tensor * t, NodeOp op, const NodeSpec & spec, std::initializer_list<ggml_tensor *> sources) {
     const CacheLayer & layer = spec.layer;
@@ -94,17 +106,29 @@ void make_custom(ggml_tensor * t, NodeOp op, const NodeSpec & spec, std::initial
                           int16_t(spec.rot.k),
                           int16_t(spec.rot.v),
                           spec.scale,
-                          spec.softcap};
+                          spec.softcap,
+                          share_units(spec.budget.lookup_min),
+                          share_units(spec.budget.lookup_max),
+                          share_units(spec.budget.threshold),
+                          uint16_t(spec.budget.min_tokens)};
     std::memcpy(t->op_params + kNodeSlot, &p, sizeof(p));
     std::copy(sources.begin(), sources.end(), t->src);
 }
 
 ggml_tensor * attend_node(ggml_context * ctx, const NodeSpec & spec, ggml_tensor * q, ggml_tensor * plan,
-                          ggml_tensor * mask, ggml_tensor * sinks) {
+                          ggml_tensor * mask, ggml_tensor * sinks, ggml_tensor * selection) {
     const CacheLayer & layer = spec.layer;
     ggml_tensor *      t     = ggml_new_tensor_3d(ctx, GGML_TYPE_F32, layer.head_dim, q->ne[2], q->ne[1]);
     make_custom(t, NodeOp::attend, spec,
-                {q, layer.far_k, layer.far_v, layer.tier, layer.k_cur, layer.v_cur, plan, mask, sinks});
+                {q, layer.far_k, layer.far_v, layer.tier, layer.k_cur, layer.v_cur, plan, mask, sinks, selection});
+    return t;
+}
+
+ggml_tensor * select_node(ggml_context * ctx, const NodeSpec & spec, ggml_tensor * q, ggml_tensor * plan,
+                          ggml_tensor * mask, ggml_tensor * pool, int32_t capacity) {
+    ggml_tensor * t =
+        ggml_new_tensor_3d(ctx, GGML_TYPE_I32, group_list_stride(capacity), spec.layer.n_head_kv, q->ne[1]);
+    make_custom(t, NodeOp::select, spec, {q, spec.layer.tier, plan, mask, pool});
     return t;
 }
 
@@ -130,6 +154,49 @@ PlanInput & plan_input(const llm_graph_context & g, kvfold_cache * cache, int64_
         }
     }
     return *static_cast<PlanInput *>(g.res->add_input(std::make_unique<PlanInput>(cache, g.ctx0, n_kv, n_tokens)));
+}
+
+}  // namespace
+
+namespace {
+
+// Places a node where the cache is: it must never be copied to another backend.
+void keep_with_cache(const llm_graph_context & g, const CacheLayer & layer, ggml_tensor * node) {
+    if (ggml_backend_buffer_is_host(layer.far_k->buffer)) {
+        ggml_backend_sched_set_tensor_backend(g.sched, node, g.backend_cpu);
+    }
+}
+
+// The lists that a layer's attention reads by, or null: everything. Adds what nodes it takes.
+ggml_tensor * select_groups(const llm_graph_context & g, const kvfold_cache & cache, NodeSpec spec, ggml_tensor * q,
+                            ggml_tensor * mask, PlanInput & input, int il) {
+    const kvfold_config & config = cache.config;
+    const auto select = [&](const LookupBudget & budget, ggml_tensor * pool, int32_t capacity, const char * what) {
+        spec.budget        = budget;
+        ggml_tensor * node = select_node(g.ctx0, spec, q, input.words, mask, pool, capacity);
+        ggml_format_name(node, "kvfold_%s-%d", what, il);
+        keep_with_cache(g, spec.layer, node);
+        ggml_build_forward_expand(g.gf, node);
+        return node;
+    };
+    const LookupBudget budget = {config.lookup_min, config.lookup_max, config.threshold, config.min_tokens};
+    switch (spec.layer.mode) {
+    case LayerMode::dense:
+        return nullptr;
+    case LayerMode::full:
+        if (spec.layer.makes_pool) {
+            // A node of its own, with a fixed number of tokens, that is not counted.
+            input.pool = select({0.0f, 0.0f, 0.0f, kPoolTokens}, nullptr, cache.pool_capacity, "pool");
+        }
+        return input.chosen = select(budget, nullptr, cache.list_capacity, "select");
+    case LayerMode::reindex:
+        return input.chosen = select(budget, input.pool, cache.list_capacity, "select");
+    case LayerMode::reuse:
+        return input.chosen;
+    case LayerMode::window:
+        return select({}, nullptr, cache.list_capacity, "select");
+    }
+    return nullptr;
 }
 
 }  // namespace
@@ -170,8 +237,13 @@ bool run_fold(const CacheLayer & layer, int32_t group, const std::vector<int32_t
     return ggml_backend_graph_compute(backend.get(), gf) == GGML_STATUS_SUCCESS;
 }
 
-ggml_tensor * probe_attend(ggml_context * ctx, int32_t n_head, int32_t n_head_kv, int32_t head_dim, int32_t group) {
-    constexpr int64_t n_cells = 256, n_near = 1;
+namespace {
+
+constexpr int64_t kProbeCells = 256, kProbeNear = 1;
+
+// A layer with placeholders.
+CacheLayer probe_layer(ggml_context * ctx, int32_t n_head_kv, int32_t head_dim, int32_t group) {
+    constexpr int64_t n_cells = kProbeCells, n_near = kProbeNear;
     const int64_t     gqa  = int64_t(n_head_kv) * head_dim;
     const TierLayout  tier = tier_layout(n_head_kv, head_dim, int32_t(n_cells / group), int32_t(n_near));
     CacheLayer        layer{};
@@ -183,9 +255,31 @@ ggml_tensor * probe_attend(ggml_context * ctx, int32_t n_head, int32_t n_head_kv
     layer.near      = ggml_new_tensor_3d(ctx, GGML_TYPE_F16, gqa, n_near, 2);
     layer.k_cur     = ggml_new_tensor_2d(ctx, GGML_TYPE_F32, gqa, 1);
     layer.v_cur     = ggml_new_tensor_2d(ctx, GGML_TYPE_F32, gqa, 1);
-    return attend_node(ctx, {layer, group, {}, 1.0f}, ggml_new_tensor_3d(ctx, GGML_TYPE_F32, head_dim, 1, n_head),
-                       ggml_new_tensor_1d(ctx, GGML_TYPE_I32, plan_layout(n_cells / 32, n_near, 1, group).size),
-                       ggml_new_tensor_2d(ctx, GGML_TYPE_F16, n_cells, 1), nullptr);
+    return layer;
+}
+
+ggml_tensor * probe_q(ggml_context * ctx, int32_t n_head, int32_t head_dim) {
+    return ggml_new_tensor_3d(ctx, GGML_TYPE_F32, head_dim, 1, n_head);
+}
+
+ggml_tensor * probe_plan(ggml_context * ctx, int32_t group) {
+    return ggml_new_tensor_1d(ctx, GGML_TYPE_I32, plan_layout(kProbeCells / 32, kProbeNear, 1, group).size);
+}
+
+ggml_tensor * probe_mask(ggml_context * ctx) { return ggml_new_tensor_2d(ctx, GGML_TYPE_F16, kProbeCells, 1); }
+
+}  // namespace
+
+ggml_tensor * probe_attend(ggml_context * ctx, int32_t n_head, int32_t n_head_kv, int32_t head_dim, int32_t group) {
+    const CacheLayer layer = probe_layer(ctx, n_head_kv, head_dim, group);
+    return attend_node(ctx, {layer, group, {}, 1.0f}, probe_q(ctx, n_head, head_dim), probe_plan(ctx, group),
+                       probe_mask(ctx), nullptr, nullptr);
+}
+
+ggml_tensor * probe_select(ggml_context * ctx, int32_t n_head, int32_t n_head_kv, int32_t head_dim, int32_t group) {
+    const CacheLayer layer = probe_layer(ctx, n_head_kv, head_dim, group);
+    return select_node(ctx, {layer, group, {}, 1.0f}, probe_q(ctx, n_head, head_dim), probe_plan(ctx, group),
+                       probe_mask(ctx), nullptr, int32_t(kProbeCells / group));
 }
 
 }  // namespace kvfold
@@ -210,13 +304,15 @@ ggml_tensor * kvfold_build_attn(const llm_graph_context & g, ggml_tensor * q, gg
     const kvfold::NodeSpec spec = {layer, cache->config.group,
                                    cache->fused_rotation ? cache->rotation : kvfold::Rotation{}, kq_scale, softcap};
 
-    ggml_tensor * attend =
-        kvfold::attend_node(g.ctx0, spec, q, input.words, cache->plan.needs_mask ? kq_mask : nullptr, sinks);
+    ggml_tensor * mask      = cache->plan.needs_mask ? kq_mask : nullptr;
+    ggml_tensor * selection = nullptr;
+    if (cache->plan.sparse && q->ne[1] <= int64_t(cache->lookup_queries)) {
+        selection = kvfold::select_groups(g, *cache, spec, q, mask, input, il);
+    }
+    ggml_tensor * attend = kvfold::attend_node(g.ctx0, spec, q, input.words, mask, sinks, selection);
     ggml_format_name(attend, "kvfold_attend-%d", il);
     g.res->add_fused_node({LLM_FUSED_OP_FLASH_ATTN, attend, il});
-    if (ggml_backend_buffer_is_host(layer.far_k->buffer)) {
-        ggml_backend_sched_set_tensor_backend(g.sched, attend, g.backend_cpu);  // never copy the cache to the attention
-    }
+    kvfold::keep_with_cache(g, layer, attend);
     ggml_build_forward_expand(g.gf, attend);
 
     if (il == layer.last_il) {

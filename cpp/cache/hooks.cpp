@@ -12,6 +12,7 @@
 #include "cache/fingerprint.h"
 #include "cache/graph_nodes.h"
 #include "cache/kvfold_cache.h"
+#include "cache/lookup.h"
 #include "llama-context.h"
 #include "llama-impl.h"
 #include "llama-kv-cache-iswa.h"
@@ -28,6 +29,101 @@ bool device_attends(ggml_backend_dev_t dev, const llama_hparams & hparams, uint3
     ggml_tensor *    node = kvfold::probe_attend(ctx.get(), int32_t(hparams.n_head(il)), int32_t(hparams.n_head_kv(il)),
                                                  int32_t(hparams.n_embd_head_k(il)), group);
     return ggml_backend_dev_supports_op(dev, node);
+}
+
+// Decides what each layer does. Throws when the settings do not fit the model.
+void set_modes(kvfold_cache & cache, const llama_hparams & hparams) {
+    if (cache.config.type != KVFOLD_TYPE_FP4_CSA2 || cache.config.lookup_max >= 1.0f) {
+        return;
+    }
+    std::vector<int32_t> numbers;
+    for (const auto & layer : cache.layers) {
+        numbers.push_back(layer.il);
+    }
+    std::vector<kvfold::LayerMode> modes;
+    if (!kvfold::layer_modes(cache.config.layers, numbers, modes)) {
+        throw std::runtime_error(kvfold_last_error());
+    }
+    int32_t chosen_heads = 0;  // of the layer whose choice may be taken over
+    for (size_t i = 0; i < modes.size(); ++i) {
+        const kvfold::CacheLayer & layer = cache.layers[i];
+        if (modes[i] == kvfold::LayerMode::reuse || modes[i] == kvfold::LayerMode::reindex) {
+            if (layer.n_head_kv != chosen_heads) {
+                kvfold::fail(kvfold::message("kv_layers '%s': layer %d has %d KV heads and cannot use the choice of a "
+                                             "layer with %d; possible there: dense, full, window",
+                                             cache.config.layers, layer.il, layer.n_head_kv, chosen_heads));
+                throw std::runtime_error(kvfold_last_error());
+            }
+        } else if (modes[i] == kvfold::LayerMode::full) {
+            chosen_heads = layer.n_head_kv;
+        }
+        ggml_backend_dev_t dev = ggml_backend_buft_get_device(ggml_backend_buffer_get_type(layer.far_k->buffer));
+        if (modes[i] != kvfold::LayerMode::dense && dev != nullptr &&
+            ggml_backend_dev_type(dev) != GGML_BACKEND_DEVICE_TYPE_CPU) {
+            ggml_context_ptr ctx(ggml_init({ggml_tensor_overhead() * 16, nullptr, true}));
+            if (!ggml_backend_dev_supports_op(
+                    dev, kvfold::probe_select(ctx.get(), int32_t(hparams.n_head(uint32_t(layer.il))), layer.n_head_kv,
+                                              layer.head_dim, cache.config.group))) {
+                LLAMA_LOG_WARN("kvfold: device %s cannot look up; decoding reads the whole cache\n",
+                               ggml_backend_dev_name(dev));
+                return;
+            }
+        }
+    }
+    size_t last_full = 0;
+    for (size_t i = 0; i < modes.size(); ++i) {
+        last_full = modes[i] == kvfold::LayerMode::full ? i : last_full;
+        cache.layers[last_full].makes_pool |= modes[i] == kvfold::LayerMode::reindex;
+        cache.layers[i].mode = modes[i];
+        cache.looks_up       = cache.looks_up || modes[i] != kvfold::LayerMode::dense;
+    }
+    cache.lookup_queries = std::min<uint32_t>(kvfold::kLookupQueries, uint32_t(std::max(1, cache.fused_queries)));
+    cache.list_capacity  = kvfold::list_capacity(cache.config, cache.n_groups(), cache.n_seq_max);
+    cache.pool_capacity  = kvfold::pool_capacity(cache.config, cache.n_groups(), cache.n_seq_max);
+    cache.plan.sparse    = cache.looks_up;  // memory of the compute graph is planned with look-ups
+}
+
+// Tokens of the longest sequence of a micro-batch.
+uint32_t longest(const llama_kv_cells & cells, const llama_kv_cells::seq_set_t & seqs, uint32_t n_seq_max) {
+    llama_pos most = 0;
+    for (uint32_t s = 0; s < n_seq_max; ++s) {
+        if (seqs.test(s) && cells.seq_pos_max(llama_seq_id(s)) >= 0) {
+            most = std::max(most, cells.seq_pos_max(llama_seq_id(s)) - cells.seq_pos_min(llama_seq_id(s)) + 1);
+        }
+    }
+    return uint32_t(most);
+}
+
+// A look-up share above this costs nearly as much as reading everything.
+constexpr double kLargeShare = 0.3;
+
+// Whether the planned micro-batch looks up; counts it.
+bool looks_up(kvfold_cache & cache, const llama_kv_cells & cells, const llama_kv_cells::seq_set_t & seqs,
+              uint32_t n_tokens) {
+    if (!cache.looks_up || n_tokens > cache.lookup_queries) {
+        return false;
+    }
+    const auto far    = kvfold::count_far(cache.plan.far_bits, cache.group());
+    const auto enough = uint32_t(cache.config.min_context);
+    if (far.tokens == 0 || far.tokens < enough || longest(cells, seqs, cache.n_seq_max) < enough) {
+        return false;
+    }
+    if (far.partial_groups > kvfold::partial_room(cache.n_seq_max)) {
+        cache.dense_fallbacks += 1;
+        return false;
+    }
+    cache.lookup_steps += 1;
+    if (!cache.warned && cache.lookup_steps % 512 == 64) {
+        const auto   seen  = cache.lookups();
+        const double share = seen.visible > 0 ? double(seen.read) / double(seen.visible) : 0.0;
+        if (share > kLargeShare) {
+            cache.warned = true;
+            LLAMA_LOG_WARN("kvfold: decoding reads %.0f %% of the far groups, more than look-up is good for; a larger "
+                           "kv_min_context, a smaller kv_lookup or smaller kv_min_tokens make it faster\n",
+                           100.0 * share);
+        }
+    }
+    return true;
 }
 
 }  // namespace
@@ -151,6 +247,7 @@ void kvfold_access::attach(llama_kv_cache & kv) {
         }
     }
     cache.rotation.v = kv.attn_rot_v ? 64 : 0;
+    set_modes(cache, kv.hparams);
 
     cache.fingerprint = kvfold::model_fingerprint(kv.model);
     cache.publish();
@@ -171,6 +268,7 @@ void kvfold_access::applied(llama_kv_cache & kv, const llama_kv_cache::slot_info
         seqs.set(size_t(ubatch.seq_id_unq[s]));
     }
     cache.plan           = cache.near.plan(cells, sinfo.idxs[0], seqs, n_kv);
+    cache.plan.sparse    = looks_up(cache, cells, seqs, ubatch.n_tokens);
     cache.fused_rotation = int64_t(ubatch.n_tokens) <= cache.fused_queries;
 
     cache.folds += uint64_t(cache.plan.n_groups);
@@ -278,6 +376,12 @@ bool kvfold_access::stats(const llama_context & ctx, kvfold_stats & out) {
     out.near_tokens   = cache.near.count_used(cells);
     out.folded_tokens = cache.folded_tokens;
     out.folds         = cache.folds;
+
+    const auto lookups  = cache.lookups();
+    out.lookup_visible  = lookups.visible;
+    out.lookup_read     = lookups.read;
+    out.lookup_steps    = cache.lookup_steps;
+    out.dense_fallbacks = cache.dense_fallbacks;
 
     std::string backend;
     for (const auto & layer : cache.layers) {

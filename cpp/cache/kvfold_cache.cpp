@@ -21,7 +21,8 @@ kvfold::NearPool::Config near_config(const kvfold_config & c, uint32_t n_seq_max
 }  // namespace
 
 kvfold_cache::kvfold_cache(const kvfold_config & config, uint32_t n_ctx, uint32_t n_seq_max)
-    : config(config), n_ctx(n_ctx), n_cells(kvfold::physical_cells(n_ctx, n_seq_max, uint32_t(config.group))),
+    : config(config), n_ctx(n_ctx), n_seq_max(n_seq_max),
+      n_cells(kvfold::physical_cells(n_ctx, n_seq_max, uint32_t(config.group))),
       near(near_config(config, n_seq_max), n_cells) {}
 
 kvfold_cache::~kvfold_cache() {
@@ -29,6 +30,21 @@ kvfold_cache::~kvfold_cache() {
     for (const auto & layer : layers) {
         g_layers.erase(layer.far_k);
     }
+}
+
+kvfold_cache::Lookups kvfold_cache::lookups() const {
+    Lookups sum{};
+    for (const auto & layer : layers) {
+        if (!looks_up || ggml_backend_buffer_get_size(layer.tier->buffer) == 0) {
+            continue;  // nothing was allocated: a dry run
+        }
+        const auto layout      = kvfold::side_layout(layer.n_head_kv, layer.head_dim, int32_t(n_groups()));
+        uint64_t   counters[2] = {};
+        ggml_backend_tensor_get(layer.side, counters, layout.counters_offset, sizeof(counters));
+        sum.visible += counters[0];
+        sum.read += counters[1];
+    }
+    return sum;
 }
 
 void kvfold_cache::publish() {

@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "cache/config.h"
 #include "cache/near_pool.h"
 #include "ggml-backend.h"
 #include "ggml-cpp.h"
@@ -20,7 +21,9 @@ struct CacheLayer {
     int32_t       last_il;  // last layer of the model that reads this cache layer (models that share keys and values)
     int32_t       n_head_kv;
     int32_t       head_dim;
-    ggml_tensor * far_k;  // nvfp4 [gqa, n_cells], the cache's own root tensors
+    LayerMode     mode       = LayerMode::dense;
+    bool          makes_pool = false;  // a later layer is in reindex mode and takes this one's pool
+    ggml_tensor * far_k;               // nvfp4 [gqa, n_cells], the cache's own root tensors
     ggml_tensor * far_v;
     ggml_tensor * tier;             // i8 [tier_layout().bytes], of which the next two are parts
     ggml_tensor * side;             // i8 [side_layout().bytes]
@@ -41,7 +44,8 @@ struct kvfold_cache {
     uint32_t n_groups() const { return n_cells / group(); }
 
     const kvfold_config config;
-    const uint32_t      n_ctx;    // tokens that fit
+    const uint32_t      n_ctx;  // tokens that fit
+    const uint32_t      n_seq_max;
     const uint32_t      n_cells;  // cells that hold them
 
     std::vector<kvfold::CacheLayer> layers;
@@ -54,6 +58,12 @@ struct kvfold_cache {
     bool             fused_rotation = false;
     int32_t          fused_queries  = 0;  // a micro-batch of up to so many tokens does
 
+    // Look-up. A layer that has no room for one is dense, so that all of them can be without `looks_up`.
+    bool     looks_up       = false;
+    uint32_t lookup_queries = 0;  // a micro-batch of up to so many tokens may
+    int32_t  list_capacity  = 0;  // groups
+    int32_t  pool_capacity  = 0;
+
     uint64_t fingerprint = 0;  // of the model, for state files
 
     // Counters of kvfold_stats.
@@ -63,6 +73,17 @@ struct kvfold_cache {
     uint64_t side_bytes    = 0;
     uint64_t far_bytes     = 0;
     uint64_t f16_bytes     = 0;
+
+    uint64_t lookup_steps    = 0;
+    uint64_t dense_fallbacks = 0;
+    bool     warned          = false;  // of a large look-up share
+
+    // Groups that look-ups of all layers saw, and read, since the last clear. Waits for the layers' devices.
+    struct Lookups {
+        uint64_t visible;
+        uint64_t read;
+    };
+    Lookups lookups() const;
 
     // Finishes the folds of `plan` in layers that an aborted graph did not reach. After an abort the micro-batch's tokens are
     // removed, so its cells are empty now or among `reused`, the cells of the next micro-batch.

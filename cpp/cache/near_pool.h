@@ -13,10 +13,11 @@ namespace kvfold {
 // What one micro-batch's graph reads and does. Encodings: kv_ops.h (kSrc...), graph_node.h (kPlan...).
 struct UbatchPlan {
     int32_t                epoch = 0;
-    std::vector<uint32_t>  far_bits;           // [(n_kv + 31) / 32]
-    std::vector<ExactCell> exact;              // real entries only
-    bool                   needs_mask = true;  // the queries do not all see every cell that is listed
-    std::vector<int32_t>   fold_entries;       // n_groups * (1 + group)
+    std::vector<uint32_t>  far_bits;            // [(n_kv + 31) / 32]
+    std::vector<ExactCell> exact;               // real entries only
+    bool                   sparse     = false;  // far rows are looked up
+    bool                   needs_mask = true;   // the queries do not all see every cell that is listed
+    std::vector<int32_t>   fold_entries;        // n_groups * (1 + group)
     int32_t                n_groups = 0;
     std::vector<int32_t>   store_dst;  // [n_tokens]
     std::vector<uint32_t>  cells;      // the micro-batch's own cells

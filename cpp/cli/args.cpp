@@ -48,6 +48,28 @@ void kvfold_add_args(std::vector<common_arg> & options) {
             "--kv-swa-type", "TYPE", "type of sliding-window layers under --kv-type fp4...: f16, q8_0 (default: f16)",
             "LLAMA_ARG_KV_SWA_TYPE",
             [](common_params &, const std::string & value) { kvfold::set_kv_option("kv_swa_type", value); }));
+        options.push_back(option(
+            "--kv-lookup", "SHARE", "fp4_csa2: share of the groups that decoding reads, or MIN,MAX (default: 0.1,0.2)",
+            "LLAMA_ARG_KV_LOOKUP",
+            [](common_params &, const std::string & value) { kvfold::set_kv_option("kv_lookup", value); }));
+        options.push_back(
+            option("--kv-threshold", "X",
+                   "fp4_csa2: share of the attention that may stay unread between MIN and MAX (default: 0.3)",
+                   "LLAMA_ARG_KV_THRESHOLD",
+                   [](common_params &, const std::string & value) { kvfold::set_kv_option("kv_threshold", value); }));
+        options.push_back(
+            option("--kv-min-tokens", "N", "fp4_csa2: folded tokens that are read at least (default: 256)",
+                   "LLAMA_ARG_KV_MIN_TOKENS",
+                   [](common_params &, const std::string & value) { kvfold::set_kv_option("kv_min_tokens", value); }));
+        options.push_back(option("--kv-min-context", "N", "fp4_csa2: shorter sequences are read whole (default: 4096)",
+                                 "LLAMA_ARG_KV_MIN_CONTEXT", [](common_params &, const std::string & value) {
+                                     kvfold::set_kv_option("kv_min_context", value);
+                                 }));
+        options.push_back(option(
+            "--kv-layers", "MODES",
+            "fp4_csa2: auto, or what each layer does: dense, full, reuse, reindex, window, as in dense*2,full,reuse*3",
+            "LLAMA_ARG_KV_LAYERS",
+            [](common_params &, const std::string & value) { kvfold::set_kv_option("kv_layers", value); }));
         return;
     }
 }

@@ -13,8 +13,16 @@ bool kvfold_bench_arg(int argc, char ** argv, int & i, std::vector<ggml_type> & 
         const char * flag;
         const char * key;
     } options[] = {
-        {"--kv-type", "kv_type"},   {"--kv-group", "kv_group"},       {"--kv-tail", "kv_tail"},
-        {"--kv-sinks", "kv_sinks"}, {"--kv-swa-type", "kv_swa_type"},
+        {"--kv-type", "kv_type"},
+        {"--kv-group", "kv_group"},
+        {"--kv-tail", "kv_tail"},
+        {"--kv-sinks", "kv_sinks"},
+        {"--kv-swa-type", "kv_swa_type"},
+        {"--kv-lookup", "kv_lookup"},
+        {"--kv-threshold", "kv_threshold"},
+        {"--kv-min-tokens", "kv_min_tokens"},
+        {"--kv-min-context", "kv_min_context"},
+        {"--kv-layers", "kv_layers"},
     };
     for (const auto & option : options) {
         // llama-bench turns underscores into dashes before it gets here for its own options only.

@@ -68,7 +68,7 @@ struct Work {
     const Shape &      shape;
     const Threads &    threads;
     float *            q;        // [n_q][n_head][head_dim], rotated and scaled
-    float *            square;   // [n_q][n_head] half the squared length of those
+    float *            square;   // [n_q][n_head] the squared length of those, times kSpreadWeight
     uint8_t *          state;    // [n_groups] GroupState
     float *            score;    // [query of the round][n_head][n_slots]
     float *            decoded;  // [4][head_dim], this thread's
@@ -108,7 +108,7 @@ void prepare(const Work & w) {
             q[d] *= a.scale;
             sum += q[d] * q[d];
         }
-        w.square[r] = 0.5f * sum;
+        w.square[r] = kSpreadWeight * sum;
     }
     const int32_t  m    = a.mem.group;
     const uint32_t full = m == 32 ? ~0u : (1u << m) - 1;
@@ -150,9 +150,9 @@ void dot_four(const float * decoded, const float * q, float * dot) {
     sum_4x16(sum, dot);
 }
 
-float estimate(const SelectArgs & a, float dot, float half_square, float spread) {
+float estimate(const SelectArgs & a, float dot, float square, float spread) {
     const float mean = a.softcap != 0.0f ? a.softcap * tanhf(dot / a.softcap) : dot;
-    const float e    = mean + half_square * spread;
+    const float e    = mean + square * spread;
     return e != e ? -kLargest : std::max(-kLargest, std::min(kLargest, e));
 }
 

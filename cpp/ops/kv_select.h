@@ -22,15 +22,22 @@ struct LookupBudget {
     int32_t min_tokens;
 };
 
+// Keys that spread alike in all channels would make it 0.5. Real ones spread more along the directions that queries ask
+// about; 0.75 recalls most (bench/sparse_quality.py).
+constexpr float kSpreadWeight = 0.75f;
+
 constexpr int kSelectBins = 2048;
 constexpr int kBinsPerNat = 64;
+
+// How much of the second-order term counts (see kv_select; measured, docs/decisions.md).
+constexpr float kSpreadWeight = 0.75f;
 
 // Groups of one (query, KV head) in memory: how many, then their numbers, ascending; the rest of the `capacity` is not
 // written and must not be read.
 constexpr int64_t group_list_stride(int32_t capacity) { return 1 + int64_t(capacity); }
 
 // kv_select: for each of a few queries (decoding) and each KV head, the groups whose far rows are worth reading.
-//   e[g][j] = cap(scale * q_j . S_g) + 0.5 * scale^2 * |q_j|^2 * spread_g     for query head j of the KV head
+//   e[g][j] = cap(scale * q_j . S_g) + kSpreadWeight * scale^2 * |q_j|^2 * spread_g     for query head j of the KV head
 // is the log of the attention that group g should get: the mean score, and what the spread of the keys adds to the mean of
 // the exponentials. The heads of a KV head share one selection, by the sum of their estimated probabilities:
 //   p[g]   = log sum over j of exp(e[g][j] - log sum over candidates c of exp(e[c][j]))

@@ -17,6 +17,7 @@ from .rotate import Rotation, rotate
 
 BINS = 2048
 BINS_PER_NAT = 64
+SPREAD_WEIGHT = 0.75
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ def estimates(
     score = q @ summaries.T
     if softcap:
         score = softcap * np.tanh(score / softcap)
-    return score + 0.5 * (q**2).sum(axis=1, keepdims=True) * spread
+    return score + SPREAD_WEIGHT * (q**2).sum(axis=1, keepdims=True) * spread
 
 
 def combine(e: np.ndarray) -> np.ndarray:

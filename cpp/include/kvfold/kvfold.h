@@ -40,12 +40,22 @@ enum kvfold_swa_type {
     KVFOLD_SWA_Q8_0 = 1,
 };
 
+#define KVFOLD_LAYERS_SIZE 256
+
 struct kvfold_config {
     enum kvfold_type     type;
     int32_t              group; /* tokens that share a summary key; 0: the type's default (fp4 32, fp4_csa2 4) */
     int32_t              tail;  /* most recent tokens of a sequence that stay exact, >= 1 */
     int32_t              sinks; /* first tokens of a sequence that stay exact, >= 0 */
     enum kvfold_swa_type swa_type;
+
+    /* Look-up (fp4_csa2): in long contexts, decoding reads those groups of the far tier that matter, not all. */
+    float   lookup_min;  /* share of the groups that is read at least, 0 .. 1; lookup_max 0: both at their defaults */
+    float   lookup_max;  /* and at most; 1: all are read always */
+    float   threshold;   /* share of the estimated attention that may stay unread between them; < 0: default */
+    int32_t min_tokens;  /* far tokens that are read at least, 0 .. 65535; < 0: default */
+    int32_t min_context; /* shorter sequences are read whole; < 0: default */
+    char    layers[KVFOLD_LAYERS_SIZE]; /* what each layer does, see kvfold_config_set; empty: auto */
 };
 
 /* What a context's cache holds. Bytes are allocated bytes, everything included. */
@@ -62,7 +72,12 @@ struct kvfold_stats {
     uint32_t near_tokens;
     uint64_t folded_tokens; /* tokens folded since the context was made (counted again when folded again) */
     uint64_t folds;         /* groups folded */
-    char     backend[64];   /* where attention runs, e.g. "CPU" or "CUDA0" */
+    uint64_t
+        lookup_visible;    /* groups that look-ups saw, summed over tokens, layers and KV heads, since the last clear */
+    uint64_t lookup_read;  /* groups of those that were read */
+    uint64_t lookup_steps; /* micro-batches that looked up */
+    uint64_t dense_fallbacks; /* micro-batches that were to look up and could not */
+    char     backend[64];     /* where attention runs, e.g. "CPU" or "CUDA0" */
 };
 
 KVFOLD_API const char * kvfold_version(void);
@@ -73,10 +88,20 @@ KVFOLD_API const char * kvfold_last_error(void);
 /* "fp4", "fp4_csa2" or "none" */
 KVFOLD_API const char * kvfold_type_name(enum kvfold_type type);
 
-/* tail 128, sinks 4, the type's default group, f16 windows */
+/* tail 128, sinks 4, the type's default group, f16 windows, look-up as measured best where the type has it */
 KVFOLD_API struct kvfold_config kvfold_config_default(enum kvfold_type type);
 
-/* Sets one field from text. Keys: "type" (or "kv_type"), "group", "tail", "sinks", "swa_type". */
+/* Sets one field from text. Keys, all also with "kv_" before: "type", "group", "tail", "sinks", "swa_type",
+ * "lookup" ("0.2" or "0.1,0.2"), "threshold", "min_tokens", "min_context", "layers".
+ *
+ * "layers" is "auto", or a list of modes for the layers that keep the whole context, such as "dense*2,full*10,reuse":
+ *   dense    reads everything
+ *   full     chooses groups for itself
+ *   reuse    reads what the last full or reindex layer chose
+ *   reindex  chooses among the best 16384 tokens of the last full layer
+ *   window   reads exact rows only
+ * mode*N stands for N layers, (...)*N repeats a list, and the last entry goes on to the last layer. auto is full, but
+ * dense in the first two layers of the model. */
 KVFOLD_API bool kvfold_config_set(struct kvfold_config * config, const char * key, const char * value);
 
 /* Whether the configuration makes sense by itself. */

@@ -1,0 +1,29 @@
+// Whether a micro-batch looks up (reads a selection of far groups) or reads everything: decided on the host.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "kvfold/kvfold.h"
+
+namespace kvfold {
+
+constexpr uint32_t kLookupQueries = 16;  // tokens of a micro-batch that looks up, at most: it is a means for decoding
+constexpr int32_t  kPoolTokens    = 16384;  // what reindex layers choose from
+
+struct FarCount {
+    uint32_t tokens;
+    uint32_t partial_groups;  // some cells far, some not: always read
+};
+
+// Counts in UbatchPlan::far_bits; groups of 2 .. 32 cells.
+FarCount count_far(const std::vector<uint32_t> & far_bits, uint32_t group);
+
+// Partial groups that lists have room for. They come from edits of the history, and a sequence rarely has many.
+uint32_t partial_room(uint32_t n_seq_max);
+
+// Groups a list has room for; the same for all micro-batches, so that graphs can be reused.
+int32_t list_capacity(const kvfold_config & config, uint32_t n_groups, uint32_t n_seq_max);
+int32_t pool_capacity(const kvfold_config & config, uint32_t n_groups, uint32_t n_seq_max);
+
+}  // namespace kvfold
