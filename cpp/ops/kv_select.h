@@ -29,9 +29,6 @@ constexpr float kSpreadWeight = 0.75f;
 constexpr int kSelectBins = 2048;
 constexpr int kBinsPerNat = 64;
 
-// How much of the second-order term counts (see kv_select; measured, docs/decisions.md).
-constexpr float kSpreadWeight = 0.75f;
-
 // Groups of one (query, KV head) in memory: how many, then their numbers, ascending; the rest of the `capacity` is not
 // written and must not be read.
 constexpr int64_t group_list_stride(int32_t capacity) { return 1 + int64_t(capacity); }
