@@ -48,9 +48,10 @@ class Measured:
 
 def scope_settings(config: KvConfig) -> dict[str, Any]:
     """A folding config in the words of the compiled module."""
-    names = (("group", "kv_group"), ("tail", "kv_tail"), ("sinks", "kv_sinks"), ("swa_type", "kv_swa_type"))
-    settings = config.to_dict()
-    return {"kv_type": config.kv_type, **{ours: settings[public] for ours, public in names}}
+    settings = {name.removeprefix("kv_"): value for name, value in config.to_dict().items() if name != "kv_type"}
+    if "lookup" in settings:
+        settings["lookup"] = ",".join(map(str, settings["lookup"]))
+    return {"kv_type": config.kv_type, **settings}
 
 
 def measure(core: Any, ctx: int) -> Measured:

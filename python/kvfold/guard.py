@@ -63,7 +63,7 @@ def _check_gpus(header: GgufHeader, settings: Settings, devices: list[Device]) -
                 f"{_describe(settings)}: only {100 * spare:.1f} % of {device.name}'s free memory is left after "
                 "loading; it may spill into the machine's memory, which makes everything slow",
                 RuntimeWarning,
-                stacklevel=5,
+                stacklevel=4,
             )
 
 
@@ -71,7 +71,7 @@ def _check_machine(header: GgufHeader, settings: Settings, mapped: bool) -> None
     have = free_memory()
     if have is None:
         return
-    weights = sum(1 for _ in header.tensors) and Path(header.path).stat().st_size - header.data_offset
+    weights = Path(header.path).stat().st_size - header.data_offset
     cache = _cache_bytes(header, settings)
     need = cache if mapped else cache + weights
     if need > have:
@@ -86,7 +86,7 @@ def _check_machine(header: GgufHeader, settings: Settings, mapped: bool) -> None
             f"{_describe(settings)}: cache and weights of {Path(header.path).name} take {size_text(cache + weights)}, "
             f"{size_text(have)} are free; the machine may have to read weights from the disk again and again",
             RuntimeWarning,
-            stacklevel=5,
+            stacklevel=4,
         )
 
 

@@ -19,6 +19,7 @@ import numpy as np
 
 from . import _runtime
 from .config import FOREIGN_SETTINGS, GROUPS, QUANTIZED_TYPES, UPSTREAM_TYPES, KvConfig, check_setting_name
+from .dry_run import scope_settings
 from .gguf_header import GgufHeader, read_gguf_header
 from .guard import check_free_memory
 from .memory import require_memory
@@ -108,6 +109,12 @@ class Llama(llama_cpp.Llama):
         kv_tail: most recent tokens that stay exact, default 128.
         kv_sinks: first tokens that stay exact, default 4.
         kv_swa_type: type of sliding-window layers, ``f16`` (default) or ``q8_0``.
+        kv_lookup: ``fp4_csa2``: share of the folded groups that decoding reads in long contexts, one number or
+            ``(smallest, largest)``, default (0.1, 0.2); 1 reads everything.
+        kv_threshold: share of the estimated attention that may stay unread between those, default 0.3.
+        kv_min_tokens: folded tokens that are read at least, default 256.
+        kv_min_context: sequences with fewer tokens are read whole, default 4096.
+        kv_layers: what each layer does, default ``auto`` (see ``kvfold.layer_modes``).
         preset: ``8gb-32k``, ``8gb-64k``, ``12gb-64k`` or ``cpu-32k``: context, kv type, GPU layers and batch sizes for
             such a machine; what is given explicitly wins.
         n_ctx, n_batch, n_ubatch: 512 by default.
@@ -137,6 +144,11 @@ class Llama(llama_cpp.Llama):
         kv_tail: int | None = None,
         kv_sinks: int | None = None,
         kv_swa_type: str | None = None,
+        kv_lookup: float | tuple[float, float] | None = None,
+        kv_threshold: float | None = None,
+        kv_min_tokens: int | None = None,
+        kv_min_context: int | None = None,
+        kv_layers: str | None = None,
         preset: str | None = None,
         n_ctx: int | None = None,
         n_batch: int | None = None,
@@ -163,6 +175,11 @@ class Llama(llama_cpp.Llama):
             "kv_tail": kv_tail,
             "kv_sinks": kv_sinks,
             "kv_swa_type": kv_swa_type,
+            "kv_lookup": kv_lookup,
+            "kv_threshold": kv_threshold,
+            "kv_min_tokens": kv_min_tokens,
+            "kv_min_context": kv_min_context,
+            "kv_layers": kv_layers,
         }
         filled = fill(
             preset,
@@ -246,15 +263,7 @@ class Llama(llama_cpp.Llama):
         """Run upstream's constructor inside the settings' scope; turn its bare failures into reasons."""
         config = self.kv_config
         if config is not None and config.folds:
-            _core.scope_push(
-                {
-                    "kv_type": config.kv_type,
-                    "group": config.group,
-                    "tail": config.tail,
-                    "sinks": config.sinks,
-                    "swa_type": config.swa_type,
-                }
-            )
+            _core.scope_push(scope_settings(config))
         try:
             with recording() as log:
                 try:
