@@ -18,7 +18,8 @@ def build_info() -> dict[str, Any]:
 def scope_push(settings: dict[str, Any]) -> None:
     """Use these settings for contexts created by this thread until ``scope_pop``.
 
-    Keys: ``kv_type`` (str), ``group``, ``tail``, ``sinks`` (int), ``swa_type`` (str). Raises ``ValueError``.
+    Keys: ``kv_type`` (str), ``group``, ``tail``, ``sinks`` (int), ``swa_type`` (str), and for look-ups ``lookup`` ("0.1,0.2"),
+    ``threshold``, ``min_tokens``, ``min_context``, ``layers`` (str). Raises ``ValueError``.
     """
 
 def scope_pop() -> None:
@@ -35,7 +36,8 @@ def context_stats(ctx: int) -> dict[str, Any] | None:
 
     Keys: ``kv_type``, ``group``, ``tail``, ``sinks``, ``swa_type``, ``bytes``, ``f16_bytes``, ``near_bytes``,
     ``far_bytes``, ``side_bytes``, ``swa_bytes``, ``n_cells``, ``tokens``, ``near_tokens``,
-    ``folded_tokens``, ``folds``, ``backend``.
+    ``folded_tokens``, ``folds``, ``backend``, ``lookup_visible``, ``lookup_read``, ``lookup_share``, ``lookup_steps``,
+    ``dense_fallbacks``; with look-up also its settings.
     """
 
 def memory_breakdown(ctx: int) -> list[dict[str, Any]]:
@@ -111,3 +113,49 @@ def kv_attend(
     n_threads: int = 1,
 ) -> npt.NDArray[np.float32]:
     """The operation ``kv_attend`` on arrays."""
+
+def kv_select(
+    far_k: npt.NDArray[Any],
+    far_v: npt.NDArray[Any],
+    side: npt.NDArray[Any],
+    near_k: npt.NDArray[Any],
+    near_v: npt.NDArray[Any],
+    cell_src: npt.NDArray[Any],
+    q: npt.NDArray[Any],
+    mask: npt.NDArray[Any] | None = None,
+    pool: npt.NDArray[Any] | None = None,
+    *,
+    group: int,
+    scale: float,
+    softcap: float = 0.0,
+    rotation: tuple[int, int] = (0, 0),
+    lookup: tuple[float, float] = (0.1, 0.2),
+    threshold: float = 0.3,
+    min_tokens: int = 0,
+    capacity: int | None = None,
+    new_pool_capacity: int = 0,
+    n_threads: int = 1,
+) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32] | None, int, int]:
+    """The operation ``kv_select`` on arrays: lists, new pool, groups seen, groups taken."""
+
+def kv_attend_sparse(
+    far_k: npt.NDArray[Any],
+    far_v: npt.NDArray[Any],
+    side: npt.NDArray[Any],
+    near_k: npt.NDArray[Any],
+    near_v: npt.NDArray[Any],
+    cur_k: npt.NDArray[Any],
+    cur_v: npt.NDArray[Any],
+    cell_src: npt.NDArray[Any],
+    q: npt.NDArray[Any],
+    selected: npt.NDArray[Any],
+    mask: npt.NDArray[Any] | None = None,
+    sinks: npt.NDArray[Any] | None = None,
+    *,
+    group: int,
+    scale: float,
+    softcap: float = 0.0,
+    rotation: tuple[int, int] = (0, 0),
+    n_threads: int = 1,
+) -> npt.NDArray[np.float32]:
+    """The operation ``kv_attend_sparse`` on arrays."""

@@ -12,6 +12,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from . import layer_modes
+
 _toml = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
 
 #: Group sizes each folding type accepts (tokens per group); the first is the default.
@@ -45,10 +47,6 @@ SWA_TYPES = ("f16", "q8_0")
 #: Names that belong to the design but that this version cannot honour.
 LATER_TYPES = ("fp4_csa2_ced",)
 LATER_SETTINGS = (
-    "kv_lookup",
-    "kv_threshold",
-    "kv_min_context",
-    "kv_layers",
     "kv_keep",
     "kv_score",
     "kv_calibration",
@@ -62,6 +60,14 @@ FOREIGN_SETTINGS = frozenset({"kv_overrides"})
 DEFAULT_TAIL = 128
 DEFAULT_SINKS = 4
 DEFAULT_SWA_TYPE = "f16"
+
+#: Look-up: which part of the folded rows decoding reads, for the types that can.
+LOOKUP_TYPES = ("fp4_csa2",)
+DEFAULT_LOOKUP = (0.1, 0.2)
+DEFAULT_THRESHOLD = 0.3
+DEFAULT_MIN_TOKENS = 256
+DEFAULT_MIN_CONTEXT = 4096
+_MAX_MIN_TOKENS = 65535
 
 # The C side keeps these as 32-bit signed numbers.
 _INT_LIMIT = 2**31 - 1
@@ -99,6 +105,33 @@ def _whole_number(setting: str, value: object, minimum: int, *, what: str) -> in
     raise ValueError(f"{setting}={value!r}: must be a whole number of {what}, {minimum} or more")
 
 
+def _share(setting: str, value: object, *, above_zero: bool = False) -> float:
+    """``value`` as a number from 0 to 1."""
+    if not isinstance(value, bool):
+        try:
+            number = float(value)  # type: ignore[arg-type]
+        except (TypeError, ValueError):
+            pass
+        else:
+            if 0 <= number <= 1 and (number > 0 or not above_zero):
+                return number
+    raise ValueError(f"{setting}={value!r}: must be a number {'above' if above_zero else 'from'} 0 and up to 1")
+
+
+def _lookup(value: object) -> tuple[float, float]:
+    """``kv_lookup`` as smallest and largest share; one number, or a text as of the flag, is taken too."""
+    given = value
+    if isinstance(value, str):
+        value = value.split(",") if "," in value else value
+    shares = list(value) if isinstance(value, Iterable) and not isinstance(value, str) else [value, value]
+    if len(shares) != 2:
+        raise ValueError(f"kv_lookup={given!r}: must be a share above 0 and up to 1, or two of them (MIN, MAX)")
+    least, most = _share("kv_lookup", shares[0]), _share("kv_lookup", shares[1], above_zero=True)
+    if least > most:
+        raise ValueError(f"kv_lookup={given!r}: the smallest share must not be above the largest one")
+    return least, most
+
+
 def check_kv_type(value: object) -> str:
     """``value`` as a kv type name.
 
@@ -128,6 +161,12 @@ class KvConfig:
         tail: most recent tokens kept exact, at least 1 (``kv_tail``).
         sinks: first tokens of a sequence kept exact, 0 or more (``kv_sinks``).
         swa_type: type of sliding-window layers, ``f16`` or ``q8_0`` (``kv_swa_type``).
+        lookup: ``fp4_csa2``: share of the folded groups that decoding reads, one number or smallest and largest
+            (``kv_lookup``); 1 reads everything.
+        threshold: share of the estimated attention that may stay unread between those (``kv_threshold``).
+        min_tokens: folded tokens that are read at least (``kv_min_tokens``).
+        min_context: sequences with fewer tokens are read whole (``kv_min_context``).
+        layers: what each layer does, see ``kvfold.layer_modes`` (``kv_layers``).
 
     Raises:
         ValueError: a value that is impossible; the message names the setting, the value and what is possible.
@@ -138,11 +177,16 @@ class KvConfig:
     tail: int | None = None
     sinks: int | None = None
     swa_type: str | None = None
+    lookup: float | tuple[float, float] | None = None
+    threshold: float | None = None
+    min_tokens: int | None = None
+    min_context: int | None = None
+    layers: str | None = None
 
     def __post_init__(self) -> None:
         kv_type = check_kv_type(self.kv_type)
         if not is_folding(kv_type):
-            self._refuse_idle_settings()
+            self._refuse_idle_settings("kv_type", GROUPS)
             return
         groups = GROUPS[kv_type]
         group = groups[0] if self.group is None else self.group
@@ -159,17 +203,37 @@ class KvConfig:
         self._set("tail", _whole_number("kv_tail", tail, 1, what="tokens"))
         self._set("sinks", _whole_number("kv_sinks", sinks, 0, what="tokens"))
         self._set("swa_type", swa_type)
+        if kv_type in LOOKUP_TYPES:
+            self._set_lookup()
+        else:
+            self._refuse_idle_settings("kv_type group tail sinks swa_type", LOOKUP_TYPES)
+
+    def _set_lookup(self) -> None:
+        threshold = DEFAULT_THRESHOLD if self.threshold is None else self.threshold
+        min_tokens = DEFAULT_MIN_TOKENS if self.min_tokens is None else self.min_tokens
+        min_context = DEFAULT_MIN_CONTEXT if self.min_context is None else self.min_context
+        layers = layer_modes.AUTO if self.layers is None else self.layers
+        self._set("lookup", _lookup(DEFAULT_LOOKUP if self.lookup is None else self.lookup))
+        self._set("threshold", _share("kv_threshold", threshold))
+        self._set("min_tokens", _whole_number("kv_min_tokens", min_tokens, 0, what="tokens"))
+        if int(self.min_tokens or 0) > _MAX_MIN_TOKENS:
+            raise ValueError(f"kv_min_tokens={min_tokens!r}: must be {_MAX_MIN_TOKENS} or fewer tokens")
+        self._set("min_context", _whole_number("kv_min_context", min_context, 0, what="tokens"))
+        if not isinstance(layers, str):
+            raise ValueError(f"kv_layers={layers!r}: must be a text such as 'auto' or 'dense*2,full'")
+        layer_modes.expand(layers)
+        self._set("layers", layers)
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
 
-    def _refuse_idle_settings(self) -> None:
+    def _refuse_idle_settings(self, meaningful: str, needed: Iterable[str]) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name != "kv_type" and value is not None:
+            if field.name not in meaningful.split() and value is not None:
                 raise ValueError(
                     f"{_SETTING_OF_FIELD[field.name]}={value!r} has no effect with kv_type={self.kv_type!r}; "
-                    f"it needs one of {_choices(GROUPS)}"
+                    f"it needs one of {_choices(needed)}"
                 )
 
     @property
@@ -270,6 +334,11 @@ class KvConfig:
         retyped = self.folds and base["kv_type"] != self.kv_type
         if retyped and settings.get("kv_group") is None and self.group == GROUPS[self.kv_type][0]:
             del base["kv_group"]
+        if retyped and base["kv_type"] not in LOOKUP_TYPES:
+            defaults = type(self)(self.kv_type).to_dict()
+            for name in _LOOKUP_SETTINGS:
+                if settings.get(name) is None and base.get(name) == defaults.get(name):
+                    base.pop(name, None)
         return type(self).from_kwargs(**base)
 
 
@@ -279,7 +348,13 @@ _FIELD_OF_SETTING = {
     "kv_tail": "tail",
     "kv_sinks": "sinks",
     "kv_swa_type": "swa_type",
+    "kv_lookup": "lookup",
+    "kv_threshold": "threshold",
+    "kv_min_tokens": "min_tokens",
+    "kv_min_context": "min_context",
+    "kv_layers": "layers",
 }
+_LOOKUP_SETTINGS = ("kv_lookup", "kv_threshold", "kv_min_tokens", "kv_min_context", "kv_layers")
 _SETTING_OF_FIELD = {field: setting for setting, field in _FIELD_OF_SETTING.items()}
 
 

@@ -69,12 +69,12 @@ class KvStats:
 
     @property
     def lookup_share(self) -> float:
-        """Share of the folded rows that decoding reads; 1.0, because attention of this version reads all of them."""
+        """Share of the folded groups that look-ups read, of those they saw; 1.0 while nothing has been looked up."""
         return float(self._read().get("lookup_share", 1.0))
 
     @property
     def dense_fallbacks(self) -> int:
-        """Decodes that had to read everything although a sparse look-up was asked for."""
+        """Decode steps that had to read everything although they were to look up."""
         return int(self._read().get("dense_fallbacks", 0))
 
     def to_dict(self) -> dict[str, Any]:

@@ -8,18 +8,26 @@ from typing import Any
 
 import pytest
 
-from kvfold import KvConfig
+from kvfold import KvConfig, layer_modes
 from kvfold.config import GROUPS, LATER_SETTINGS, UPSTREAM_TYPES
 
 
 @pytest.mark.parametrize(("kv_type", "group"), [("fp4", 32), ("fp4_csa2", 4)])
 def test_defaults(kv_type: str, group: int) -> None:
+    look_up = {
+        "kv_lookup": (0.1, 0.2),
+        "kv_threshold": 0.3,
+        "kv_min_tokens": 256,
+        "kv_min_context": 4096,
+        "kv_layers": "auto",
+    }
     assert KvConfig(kv_type).to_dict() == {
         "kv_type": kv_type,
         "kv_group": group,
         "kv_tail": 128,
         "kv_sinks": 4,
         "kv_swa_type": "f16",
+        **(look_up if kv_type == "fp4_csa2" else {}),
     }
 
 
@@ -61,7 +69,87 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
     ({"kv_type": "fp4", "kv_swa_type": "q4_0"}, ["kv_swa_type", "'q4_0'", "f16, q8_0"]),
     ({"kv_type": "q8_0", "kv_tail": 64}, ["kv_tail", "64", "q8_0", "fp4"]),
     ({"kv_group": 4}, ["kv_group", "4", "fp4"]),
+    ({"kv_type": "fp4", "kv_lookup": 0.1}, ["kv_lookup", "0.1", "no effect", "fp4_csa2"]),
+    ({"kv_type": "q8_0", "kv_layers": "full"}, ["kv_layers", "'full'", "no effect"]),
+    ({"kv_type": "fp4_csa2", "kv_lookup": 0}, ["kv_lookup", "0", "above 0"]),
+    ({"kv_type": "fp4_csa2", "kv_lookup": 1.5}, ["kv_lookup", "1.5", "up to 1"]),
+    ({"kv_type": "fp4_csa2", "kv_lookup": (0.3, 0.2)}, ["kv_lookup", "(0.3, 0.2)", "smallest"]),
+    ({"kv_type": "fp4_csa2", "kv_lookup": (0.1, 0.2, 0.3)}, ["kv_lookup", "MIN, MAX"]),
+    ({"kv_type": "fp4_csa2", "kv_lookup": "much"}, ["kv_lookup", "'much'"]),
+    ({"kv_type": "fp4_csa2", "kv_lookup": True}, ["kv_lookup", "True"]),
+    ({"kv_type": "fp4_csa2", "kv_threshold": -0.1}, ["kv_threshold", "-0.1", "up to 1"]),
+    ({"kv_type": "fp4_csa2", "kv_threshold": float("nan")}, ["kv_threshold", "nan"]),
+    ({"kv_type": "fp4_csa2", "kv_min_tokens": -1}, ["kv_min_tokens", "-1", "0 or more"]),
+    ({"kv_type": "fp4_csa2", "kv_min_tokens": 70000}, ["kv_min_tokens", "70000", "65535"]),
+    ({"kv_type": "fp4_csa2", "kv_min_context": 1.5}, ["kv_min_context", "1.5", "whole number"]),
+    ({"kv_type": "fp4_csa2", "kv_layers": "fast"}, ["kv_layers", "'fast'", "dense", "reindex"]),
+    ({"kv_type": "fp4_csa2", "kv_layers": "reuse"}, ["kv_layers", "reuse needs a full layer"]),
+    ({"kv_type": "fp4_csa2", "kv_layers": 3}, ["kv_layers", "3", "text"]),
 ]
+
+
+def test_lookup_is_one_share_or_two() -> None:
+    for given, kept in (((0.1, 0.25), (0.1, 0.25)), (0.2, (0.2, 0.2)), ("0.05,0.1", (0.05, 0.1)), ([0, 1], (0.0, 1.0))):
+        assert KvConfig("fp4_csa2", lookup=given).lookup == kept  # type: ignore[arg-type]
+
+
+#: Texts of kv_layers and what they list.
+LAYERS: list[tuple[str, list[str]]] = [
+    ("auto", []),
+    ("full", ["full"]),
+    ("dense*2,full", ["dense", "dense", "full"]),
+    ("dense,(full,reuse*2)*2", ["dense", "full", "reuse", "reuse", "full", "reuse", "reuse"]),
+    ("full,reindex,reuse,window", ["full", "reindex", "reuse", "window"]),
+]
+
+
+@pytest.mark.parametrize(("text", "modes"), LAYERS)
+def test_layer_modes(core, text: str, modes: list[str]) -> None:
+    assert layer_modes.expand(text) == modes
+    core.check_config({"kv_type": "fp4_csa2", "layers": text})
+
+
+BAD_LAYERS = ["", "fulll", "full,", ",full", "full**2", "full*0", "full*x", "full*-1", "(full", "full)", "((full))"]
+BAD_LAYERS += ["full reuse", "FULL", "reuse,full", "reindex", "dense,reindex,full", "window,reuse", "full*5000", "()"]
+
+
+@pytest.mark.parametrize("text", [t for t in BAD_LAYERS if t] + ["full," * 100 + "full"])
+def test_bad_layer_modes_are_refused_alike(core, text: str) -> None:
+    """Here and in the runtime, which the command line tools ask."""
+    for check in (layer_modes.expand, lambda t: core.check_config({"kv_type": "fp4_csa2", "layers": t})):
+        with pytest.raises(ValueError, match="kv_layers"):
+            check(text)
+
+
+#: Settings in the words of the runtime that it must refuse by name.
+BAD_IN_RUNTIME: list[tuple[dict[str, Any], str]] = [
+    ({"kv_type": "fp4", "lookup": "0.2"}, "kv_lookup"),
+    ({"kv_type": "fp4", "threshold": "0.2"}, "kv_threshold"),
+    ({"kv_type": "fp4", "min_tokens": "2"}, "kv_min_tokens"),
+    ({"kv_type": "fp4", "min_context": "2"}, "kv_min_context"),
+    ({"kv_type": "fp4", "layers": "full"}, "kv_layers"),
+    ({"kv_type": "fp4_csa2", "lookup": "0.2,0.1"}, "kv_lookup"),
+    ({"kv_type": "fp4_csa2", "lookup": "0"}, "kv_lookup"),
+    ({"kv_type": "fp4_csa2", "lookup": "0.2x"}, "kv_lookup"),
+    ({"kv_type": "fp4_csa2", "lookup": "nan"}, "kv_lookup"),
+    ({"kv_type": "fp4_csa2", "lookup": ""}, "kv_lookup"),
+    ({"kv_type": "fp4_csa2", "threshold": "2"}, "kv_threshold"),
+    ({"kv_type": "fp4_csa2", "min_tokens": "65536"}, "kv_min_tokens"),
+    ({"kv_type": "fp4_csa2", "min_context": "-1"}, "kv_min_context"),
+]
+
+
+@pytest.mark.parametrize(("settings", "name"), BAD_IN_RUNTIME)
+def test_runtime_names_bad_look_up_settings(core, settings: dict[str, Any], name: str) -> None:
+    with pytest.raises(ValueError, match=name):
+        core.check_config(settings)
+    core.check_config({"kv_type": "fp4_csa2", "lookup": "0.05,0.5", "threshold": 1, "min_tokens": 0, "min_context": 0})
+
+
+def test_another_type_drops_look_up_defaults_only() -> None:
+    assert KvConfig("fp4_csa2").merged(kv_type="fp4").kv_type == "fp4"
+    with pytest.raises(ValueError, match="kv_min_tokens=512"):
+        KvConfig("fp4_csa2", min_tokens=512).merged(kv_type="fp4")
 
 
 @pytest.mark.parametrize(("settings", "words"), BAD, ids=[str(list(s.items())[-1]) for s, _ in BAD])

@@ -107,7 +107,7 @@ def test_a_scope_does_not_leak_into_the_next_object(make_llm: Callable[..., Any]
         ({"kv_type": "fp4", "kv_tail": -5}, ["kv_tail=-5"]),
         ({"kv_type": "fp4_csa2", "kv_group": 6}, ["kv_group=6", "2, 4, 8, 16"]),
         ({"kv_type": "fp4_csa2_ced"}, ["fp4_csa2_ced", "not available"]),
-        ({"kv_type": "fp4_csa2", "kv_lookup": 0.1}, ["kv_lookup", "not available"]),
+        ({"kv_type": "fp4_csa2", "kv_keep": 0.8}, ["kv_keep", "not available"]),
         ({"kv_type": "fp4_csa2", "kv_keep": 0.5}, ["kv_keep", "not available"]),
         ({"kv_tail": 64}, ["kv_tail", "kv_type"]),
         ({"kv": 7}, ["kv=7"]),

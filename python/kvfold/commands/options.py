@@ -63,6 +63,26 @@ def add_kv_options(parser: argparse.ArgumentParser, default: str | None) -> None
     group.add_argument("--kv-tail", type=int, metavar="N", help="most recent tokens kept exact (default: 128)")
     group.add_argument("--kv-sinks", type=int, metavar="N", help="first tokens kept exact (default: 4)")
     group.add_argument("--kv-swa-type", metavar="TYPE", help=f"sliding-window layers: {', '.join(SWA_TYPES)}")
+    group.add_argument(
+        "--kv-lookup",
+        metavar="SHARE",
+        help="fp4_csa2: share of the folded groups that decoding reads, or MIN,MAX (default: 0.1,0.2)",
+    )
+    group.add_argument(
+        "--kv-threshold",
+        type=float,
+        metavar="X",
+        help="fp4_csa2: share of the attention that may stay unread between MIN and MAX (default: 0.3)",
+    )
+    group.add_argument(
+        "--kv-min-tokens", type=int, metavar="N", help="fp4_csa2: folded tokens read at least (default: 256)"
+    )
+    group.add_argument(
+        "--kv-min-context", type=int, metavar="N", help="fp4_csa2: shorter sequences are read whole (default: 4096)"
+    )
+    group.add_argument(
+        "--kv-layers", metavar="MODES", help="fp4_csa2: auto, or what each layer does, as dense*2,full (default: auto)"
+    )
 
 
 def _groups_text() -> str:
