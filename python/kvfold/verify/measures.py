@@ -114,8 +114,8 @@ _FACT = "The locker of {name} has the number {number}."
 def measure_needles(setup: Setup, text: str, lengths: list[int], progress: Progress) -> list[dict[str, Any]]:
     """Facts hidden in a long text at five depths, and asked for at its end, for every length.
 
-    All questions follow the text, each with its true answer behind it. A fact counts as found when every token of its
-    answer is the most probable one.
+    All questions follow the text, each with its true answer behind it, token by token as in a conversation. A fact
+    counts as found when every token of its answer is the most probable one.
 
     Returns:
         by length and depth: ``n_ctx``, ``depth`` (0 to 1), ``found`` and ``found_f16``, and the mean loss of the
@@ -129,7 +129,7 @@ def measure_needles(setup: Setup, text: str, lengths: list[int], progress: Progr
             with progress.task(f"needles in {n_ctx} tokens", 2) as advance:
                 found = []
                 for llm in (pair.reference, pair.tested):
-                    rows = np.concatenate([r for _, r in distributions(llm, tokens, first)])
+                    rows = np.concatenate([r for _, r in distributions(llm, tokens, first, singly=True)])
                     found.append([_answered(rows, tokens, span, first) for span in answers])
                     advance(1)
         for i, ((hit_f16, loss_f16), (hit, loss)) in enumerate(zip(*found, strict=True)):

@@ -42,34 +42,39 @@ def open_model(path: Path, config: KvConfig, n_ctx: int, n_threads: int | None, 
     )
 
 
-def distributions(llm: Llama, tokens: Sequence[int], first: int = 0) -> Iterator[tuple[int, Rows]]:
+def distributions(
+    llm: Llama, tokens: Sequence[int], first: int = 0, *, singly: bool = False
+) -> Iterator[tuple[int, Rows]]:
     """Evaluate tokens from the start of the context; yields log-probabilities after each of them.
 
     Args:
         llm: a model; its cache is cleared first.
         tokens: at most as many as the context has.
         first: positions before this one are evaluated without their distributions.
+        singly: from ``first`` on one token at a time, as a reply comes: only then look-up chooses what is read.
 
     Yields:
         position of the first row, and rows ``[n, n_vocab]``, f32: log-probability of each next token.
     """
     llm.reset()
     llm._ctx.kv_cache_clear()
-    yield from extend(llm, tokens, 0, first)
+    yield from extend(llm, tokens, 0, first, singly=singly)
 
 
-def extend(llm: Llama, tokens: Sequence[int], position: int, first: int) -> Iterator[tuple[int, Rows]]:
+def extend(
+    llm: Llama, tokens: Sequence[int], position: int, first: int, *, singly: bool = False
+) -> Iterator[tuple[int, Rows]]:
     """As ``distributions``, for ``tokens`` that follow ``position`` tokens in the cache."""
     n_vocab = llm.n_vocab()
     done = 0
     while done < len(tokens):
         at = position + done
         # Up to `first` no distribution is asked for: a micro-batch does not straddle it.
-        stop = min(done + MICRO_BATCH, len(tokens))
-        if at < first:
+        wanted = at >= first
+        stop = min(done + (1 if singly and wanted else MICRO_BATCH), len(tokens))
+        if not wanted:
             stop = min(stop, done + first - at)
         piece = list(tokens[done:stop])
-        wanted = at >= first
         llm._batch.set_batch(batch=piece, n_past=at, logits_all=wanted)
         llm._ctx.decode(llm._batch)
         if wanted:
