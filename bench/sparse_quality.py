@@ -173,7 +173,7 @@ class Rule:
     look: tuple[float, float] | None = (0.2, 0.2)
     threshold: float = 0.0
     min_tokens: int = 0
-    coefficient: float = 1.0  # of the spread term; 1 is its theoretical size
+    weight: float = 0.75  # of the spread term; 0.5 if keys spread alike in all channels
     combine: str = "probabilities"  # "log-sum-exp", "max"
     dense_layers: int = 0
     score: str = "spread"  # "channel" (variance per channel), "true" (exact masses), "two-stage"
@@ -291,9 +291,9 @@ class SparseAttention:
         e = scale * (qs @ coded.summary[layer, kv].T)
         squares = (qs**2).sum(axis=2, keepdims=True) * scale**2
         if rule.score == "channel":
-            e += 0.5 * rule.coefficient * scale**2 * (qs**2 @ coded.channel_spread[layer, kv].T)
+            e += rule.weight * scale**2 * (qs**2 @ coded.channel_spread[layer, kv].T)
         else:
-            e += 0.5 * rule.coefficient * squares * coded.spread[layer, kv]
+            e += rule.weight * squares * coded.spread[layer, kv]
         by_group = cells.reshape(*cells.shape[:2], -1, coded.m)
         top = by_group.max(axis=3)
         true = top + np.log(np.exp(by_group - top[..., None]).sum(axis=3))
@@ -321,10 +321,10 @@ def rule_sets() -> dict[str, list[Rule]]:
         for b in (0.1, 0.2)
         for how in ("probabilities", "log-sum-exp", "max")
     ]
-    sets["coefficient"] = [
-        Rule(f"m={m} 15 % coefficient {c}", m=m, look=(0.15, 0.15), coefficient=c)
+    sets["weight"] = [
+        Rule(f"m={m} 15 % weight {w}", m=m, look=(0.15, 0.15), weight=w)
         for m in (4, 2)
-        for c in (0.0, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0)
+        for w in (0.0, 0.25, 0.375, 0.5, 0.625, 0.75, 1.0)
     ]
     sets["budget"] = [
         Rule(f"m={m} {int(100 * b)} %{' first two dense' if d else ''}", m=m, look=(b, b), dense_layers=d)
@@ -334,8 +334,8 @@ def rule_sets() -> dict[str, list[Rule]]:
     ]
     sets["threshold"] = [
         Rule(f"m=4 {int(100 * a)}-{int(100 * b)} % threshold {t}", look=(a, b), threshold=t, dense_layers=2)
-        for a, b in ((0.1, 0.2), (0.05, 0.2))
-        for t in (0.1, 0.2, 0.3, 0.4, 0.5)
+        for a, b in ((0.1, 0.2), (0.1, 0.3))
+        for t in (0.05, 0.1, 0.15, 0.2, 0.3)
     ] + [Rule(f"m=4 20 % min_tokens {t}", min_tokens=t, dense_layers=2) for t in (256, 512, 1024)]
     sets["score"] = [
         Rule(f"m={m} {int(100 * b)} % {s}", m=m, look=(b, b), score=s)

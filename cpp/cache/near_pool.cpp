@@ -189,6 +189,9 @@ void NearPool::list_cells(const llama_kv_cells & cells, const std::vector<uint32
             add(uint32_t(cell_of_row_[row]), int32_t(row));
         }
     }
+    // Sums are made in this order, and which row a cell has is an accident of the past.
+    std::sort(plan.exact.begin(), plan.exact.end(),
+              [](const ExactCell & a, const ExactCell & b) { return a.cell < b.cell; });
 }
 
 UbatchPlan NearPool::plan(const llama_kv_cells & cells, const std::vector<uint32_t> & own,

@@ -14,7 +14,7 @@ namespace kvfold {
 struct UbatchPlan {
     int32_t                epoch = 0;
     std::vector<uint32_t>  far_bits;            // [(n_kv + 31) / 32]
-    std::vector<ExactCell> exact;               // real entries only
+    std::vector<ExactCell> exact;               // real entries only, by cell
     bool                   sparse     = false;  // far rows are looked up
     bool                   needs_mask = true;   // the queries do not all see every cell that is listed
     std::vector<int32_t>   fold_entries;        // n_groups * (1 + group)

@@ -18,8 +18,8 @@ def build_info() -> dict[str, Any]:
 def scope_push(settings: dict[str, Any]) -> None:
     """Use these settings for contexts created by this thread until ``scope_pop``.
 
-    Keys: ``kv_type`` (str), ``group``, ``tail``, ``sinks`` (int), ``swa_type`` (str), and for look-ups ``lookup`` ("0.1,0.2"),
-    ``threshold``, ``min_tokens``, ``min_context``, ``layers`` (str). Raises ``ValueError``.
+    Keys: ``kv_type`` (str), ``group``, ``tail``, ``sinks`` (int), ``swa_type`` (str), and for look-ups ``lookup``
+    ("0.1,0.2"), ``threshold``, ``min_tokens``, ``min_context``, ``layers`` (str). Raises ``ValueError``.
     """
 
 def scope_pop() -> None:

@@ -1,0 +1,220 @@
+"""Decoding that looks up: when it does, what it reads, what it leaves alone. Budgets are shrunk to a few groups."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from contract import text
+from harness import Context, HarnessError, kld
+
+#: All groups go through the sparse path, so that results can be compared with dense ones.
+EVERYTHING = {"lookup": "0.9,0.999", "threshold": 0, "min_tokens": 65535}
+SHRUNK = {"group": 4, "tail": 10, "sinks": 4, "layers": "full", "min_context": 40, "min_tokens": 16}
+TOKENS = text(0, 400)
+
+#: Divergence of two runs over the same rows. Sums are rounded in another order, and a rounding may flip a 4-bit code at
+#: a later fold (see test_state.py); leaving one group of 50 out costs a hundred times as much in the tiny models.
+SAME_ROWS = 1e-5
+
+
+@pytest.fixture
+def looking(open_context):
+    """``looking(name=..., n_seq=..., **settings)``: a context that looks up."""
+
+    def make(name: str = "llama-64-mha", n_seq: int = 1, n_threads: int = 2, **settings) -> Context:
+        return open_context("fp4_csa2", name, n_seq=n_seq, n_threads=n_threads, settings={**SHRUNK, **settings})
+
+    return make
+
+
+def decode(context: Context) -> np.ndarray:
+    context.feed(TOKENS[:300], chunk=30)
+    return context.feed(TOKENS[300:340], chunk=1)
+
+
+def shape_of(context: Context) -> tuple[int, int]:
+    """Groups that one more token's look-up sees, and reads, in all layers and KV heads."""
+    before = context.stats()
+    context.feed(text(99, 1), chunk=1)
+    after = context.stats()
+    return after["lookup_visible"] - before["lookup_visible"], after["lookup_read"] - before["lookup_read"]
+
+
+@pytest.mark.parametrize(
+    "name", ["llama-64-mha", "llama-64-gqa3", "llama-64-gqa8", "qwen3-128-gqa4", "gemma3-256-iswa"]
+)
+def test_reading_everything_is_dense_attention(looking, open_context, name: str) -> None:
+    sparse = looking(name, **EVERYTHING)
+    dense = looking(name, lookup="1")
+    for context in (sparse, dense):
+        context.feed(TOKENS[:250], chunk=32)
+    results = [context.feed(TOKENS[250:300], chunk=1) for context in (sparse, dense)]
+    assert kld(results[1], results[0]) <= SAME_ROWS
+    stats = sparse.stats()
+    assert stats["lookup_steps"] == 50 and stats["dense_fallbacks"] == 0
+    assert stats["lookup_read"] == stats["lookup_visible"] > 0 and stats["lookup_share"] == 1.0
+    assert dense.stats()["lookup_steps"] == 0 and dense.stats()["lookup_share"] == 1.0
+
+
+def test_the_more_is_read_the_closer_to_dense(looking) -> None:
+    """From nothing but exact rows over a tenth and a half to nearly all."""
+    dense = decode(looking(lookup="1"))
+    shares = [{"layers": "window"}, {"lookup": "0.1"}, {"lookup": "0.5"}, {"lookup": "0.9"}]
+    away = [kld(dense, decode(looking(**settings))) for settings in shares]
+    assert away == sorted(away, reverse=True) and away[-1] > 10 * SAME_ROWS
+    assert away[1] < 0.8 * away[0] and away[3] < 0.1 * away[0]
+
+
+def test_counters_are_what_the_rule_takes(looking) -> None:
+    """Every layer and KV head sees the groups that the tail has left, and reads its share of them, rounded up."""
+    context = looking(lookup="0.25")
+    for length in (100, 133, 222):
+        context.feed(TOKENS[context.pos_max() + 1 : length], chunk=16)
+        # At position `length`, groups that end at or before `length - tail` are far; the first one holds the sinks.
+        far = (length - 10) // 4 - 1
+        visible, read = shape_of(context)
+        lists = visible // far
+        assert lists * far == visible and lists % 4 == 0, "four KV heads a layer"
+        assert read == lists * max(-(-far // 4), 4)
+        assert context.seq_rm(0, length)
+
+
+def test_short_contexts_are_read_whole(looking) -> None:
+    context = looking(lookup="0.2", min_context=150)
+    context.feed(TOKENS[:150], chunk=32)
+    context.feed(TOKENS[150:160], chunk=1)
+    assert context.stats()["lookup_steps"] == 0, "fewer than 150 far tokens"
+    context.feed(TOKENS[160:180], chunk=1)
+    assert 10 <= context.stats()["lookup_steps"] <= 20
+    assert context.stats()["dense_fallbacks"] == 0, "a short context is no fallback"
+
+
+def test_only_decoding_looks_up(looking) -> None:
+    context = looking(lookup="0.2")
+    context.feed(TOKENS[:204], chunk=17)
+    assert context.stats()["lookup_steps"] == 0
+    context.feed(TOKENS[204:268], chunk=16)
+    assert context.stats()["lookup_steps"] == 4
+
+
+@pytest.mark.parametrize("chunk", [2, 5, 16])
+def test_batches_of_a_few_tokens(looking, chunk: int) -> None:
+    """As speculative decoding makes them."""
+    sparse, dense = looking(**EVERYTHING), looking(lookup="1")
+    for context in (sparse, dense):
+        context.feed(TOKENS[:200], chunk=40)
+    results = [context.feed(TOKENS[200:280], chunk=chunk) for context in (sparse, dense)]
+    assert kld(results[1], results[0]) <= SAME_ROWS
+    assert sparse.stats()["lookup_steps"] == 80 // chunk
+
+
+@pytest.mark.parametrize("name", ["llama-64-mha", "llama-64-gqa3"])
+def test_sequences_choose_for_themselves(looking, name: str) -> None:
+    """Two sequences decoded in the same batches get what each gets alone."""
+    texts = [text(seed, 260) for seed in (5, 6)]
+    alone, nothing = [], []
+    for tokens in texts:
+        contexts = looking(name, lookup="0.2"), looking(name, layers="window")
+        for context in contexts:
+            context.feed(tokens[:200], chunk=20)
+        results = [context.feed(tokens[200:], chunk=1) for context in contexts]
+        alone.append(results[0])
+        nothing.append(kld(*results))
+    both = looking(name, n_seq=2, lookup="0.2")
+    for first in range(0, 200, 20):
+        for seq in range(2):
+            both.feed(texts[seq][first : first + 20], seq=seq, chunk=20)
+    rows = [both.decode([(texts[s][i], i, (s,)) for s in range(2)]) for i in range(200, 260)]
+    assert both.stats()["lookup_steps"] >= 60
+    for seq in range(2):
+        together = np.stack([row[seq] for row in rows])
+        # Where a rounding has flipped a 4-bit code, a choice at the edge may fall to another group. Groups of the other
+        # sequence would cost as much as reading nothing does.
+        assert kld(alone[seq], together) <= 2e-3 < 0.1 * nothing[seq]
+
+
+def test_state_restores_to_the_bit(looking) -> None:
+    context, other = looking(lookup="0.2"), looking(lookup="0.2")
+    context.feed(TOKENS[:250], chunk=25)
+    state = context.seq_state()
+    assert other.set_seq_state(state) == len(state)
+    assert np.array_equal(context.feed(TOKENS[250:300], chunk=1), other.feed(TOKENS[250:300], chunk=1))
+
+
+def test_clear_forgets_the_counts(looking) -> None:
+    context = looking(lookup="0.2")
+    context.feed(TOKENS[:100], chunk=1)
+    assert context.stats()["lookup_visible"] > 0
+    context.clear()
+    assert context.stats()["lookup_visible"] == 0 and context.stats()["lookup_share"] == 1.0
+
+
+# -- groups that are cut -----------------------------------------------------------------------------------------------
+
+
+def test_groups_that_were_cut_are_always_read(looking) -> None:
+    sparse, dense = looking(**EVERYTHING), looking(lookup="1")
+    for context in (sparse, dense):
+        context.feed(TOKENS[:250], chunk=25)
+        for start in range(21, 200, 12):
+            assert context.seq_rm(0, start, start + 2)
+    results = [context.feed(TOKENS[250:290], chunk=1) for context in (sparse, dense)]
+    assert kld(results[1], results[0]) <= SAME_ROWS
+    visible, read = shape_of(sparse)
+    assert visible == read and sparse.stats()["lookup_steps"] == 41
+
+
+def test_too_many_cut_groups_are_read_densely_and_counted(looking) -> None:
+    """Lists have room for 64 of them and 8 for each sequence."""
+    sparse, dense = looking(lookup="0.2"), looking(lookup="1")
+    for context in (sparse, dense):
+        context.feed(TOKENS[:360], chunk=24)
+        for group in range(2, 80):
+            assert context.seq_rm(0, 4 * group + 1, 4 * group + 2)
+    results = [context.feed(TOKENS[360:380], chunk=1) for context in (sparse, dense)]
+    assert kld(results[1], results[0]) <= SAME_ROWS
+    assert sparse.stats()["dense_fallbacks"] == 20 and sparse.stats()["lookup_steps"] == 0
+
+
+# -- layer modes -------------------------------------------------------------------------------------------------------
+
+
+def test_dense_layers_do_not_look_up(looking) -> None:
+    dense = decode(looking(lookup="1"))
+    context = looking(lookup="0.2", layers="dense")
+    assert np.array_equal(decode(context), dense)
+    assert context.stats()["lookup_steps"] == 0
+
+
+def test_window_layers_read_no_folded_rows(looking) -> None:
+    context = looking(layers="window", min_tokens=0)
+    decode(context)
+    stats = context.stats()
+    assert stats["lookup_visible"] > 0 and stats["lookup_read"] == 0
+
+
+def test_reuse_counts_what_it_reads_once(looking) -> None:
+    """A layer that reuses does not score; it reads the list of the layer before."""
+    full, reuse = looking(lookup="0.2"), looking(lookup="0.2", layers="full,reuse")
+    results = [decode(full), decode(reuse)]
+    assert kld(results[0], results[1]) > 10 * SAME_ROWS
+    assert full.stats()["lookup_visible"] > reuse.stats()["lookup_visible"] > 0
+
+
+def test_reindex_within_a_pool_of_everything_is_full(looking) -> None:
+    """The pool has room for 16384 tokens, more than there are here."""
+    full, reindex = looking(lookup="0.2"), looking(lookup="0.2", layers="full,reindex")
+    assert np.array_equal(decode(full), decode(reindex))
+    assert full.stats()["lookup_read"] == reindex.stats()["lookup_read"]
+
+
+def test_more_modes_than_layers_are_refused(looking) -> None:
+    with pytest.raises(HarnessError, match=r"kv_layers 'full\*50' lists 50 layers; the model has"):
+        looking(layers="full*50")
+
+
+def test_auto_keeps_the_first_layers_of_the_model_dense(looking) -> None:
+    """The tiny models have two whole-context layers, so nothing is left to look up."""
+    context = looking(lookup="0.2", layers="auto")
+    decode(context)
+    assert context.stats()["layers"] == "auto" and context.stats()["lookup_steps"] == 0
