@@ -66,7 +66,7 @@ def check_installation() -> list[Finding]:
     except ImportError as error:
         return [Finding("runtime", FAIL, str(error), "install kvfold again in this environment, with pip")]
     build = core.build_info()
-    backends = str(build.get("backends", ""))
+    backends = ", ".join(build.get("backends") or ["none"])
     findings = [Finding("runtime", OK, f"kvfold {build.get('version')}, backends: {backends}")]
     if str(build.get("build_type", "Release")) not in ("Release", "RelWithDebInfo"):
         findings.append(
@@ -346,7 +346,7 @@ def check_server(url: str, key: str | None = None, fetch: Callable[..., Any] = _
 def _check_slots(props: dict[str, Any]) -> Finding:
     slots = int(props.get("total_slots") or 1)
     n_ctx = int((props.get("default_generation_settings") or {}).get("n_ctx") or 0)
-    text = f"{slots} slots of {n_ctx} tokens"
+    text = f"{slots} slots, up to {n_ctx} tokens each"
     if slots > 1:
         return Finding(
             "slots", OK, f"{text}; every slot has an exact tail of its own, -np 1 saves that for a single user"
