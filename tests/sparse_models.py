@@ -1,10 +1,13 @@
 """GGUF files with the header of a real model and no weights: a hole in the file stands for them, which reads as zeros.
 
 They take no room on the disk, load like the real thing, and have its sizes.
+
+    python tests/sparse_models.py llama-8b OUT.gguf
 """
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -101,3 +104,9 @@ def write(path: Path, name: str, layers: int | None = None) -> Path:
     with open(path, "r+b") as file:
         file.truncate(start + size)
     return path
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 3 or sys.argv[1] not in SHAPES:
+        sys.exit(f"usage: sparse_models.py {'|'.join(SHAPES)} OUT.gguf")
+    write(Path(sys.argv[2]), sys.argv[1])

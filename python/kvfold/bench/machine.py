@@ -54,7 +54,7 @@ def describe() -> dict[str, Any]:
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
         "kvfold": build.get("version"),
-        "llama_cpp": build.get("llama_cpp") or build.get("pin_version"),
+        "llama_cpp": build.get("llama_cpp_python"),
         "compiler": build.get("compiler"),
         "backends": build.get("backends"),
         "commit": commit(),

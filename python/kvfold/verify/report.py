@@ -12,7 +12,7 @@ from ..progress import Progress
 from ..units import count_text, table
 from .measures import Setup, measure_coherence, measure_needles, measure_text
 
-#: The prose that is used without a text of one's own: in the public domain, see ``data/README.md``.
+#: The prose that is used without a text of one's own: in the public domain, see ``data/README.txt``.
 BUNDLED_TEXT = "alice.txt"
 
 MEASURES = ("text", "needle", "coherence")
