@@ -621,7 +621,7 @@ void check_lookup(Rng & rng, Case c, const LookupBudget & budget, const CudaDevi
     s.attend.sinks = in.sinks.empty() ? nullptr : sinks.get(), s.attend.scale = scale, s.attend.softcap = c.softcap;
     s.attend.out = out.get(), s.selected = lists.get(), s.capacity = capacity;
     DeviceArray<uint8_t> more(std::vector<uint8_t>(kv_attend_sparse_cuda_scratch(s, device), 0xFF));
-    kv_attend_sparse_cuda(s, device, more.get(), nullptr);
+    kv_attend_sparse_cuda(s, false, device, more.get(), nullptr);
     CHECK_CUDA(cudaGetLastError());
     CHECK_CUDA(cudaDeviceSynchronize());
     const Errors e           = compare(out.download(), out_want, c.dim);
@@ -1051,7 +1051,7 @@ void time_lookup(const Shape & s, int group, int n_kv, float share, const CudaDe
                                kv_select_cuda(selects[i % t.n], device, scratch.get(), stream);
                            }
                            if (attend) {
-                               kv_attend_sparse_cuda(attends[i % t.n], device, more.get(), stream);
+                               kv_attend_sparse_cuda(attends[i % t.n], select, device, more.get(), stream);
                            }
                        }
                    },

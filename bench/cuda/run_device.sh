@@ -2,13 +2,11 @@
 # Builds the standalone harness on a machine with a GPU, checks every CUDA operation, times them, prints a short table.
 #
 # usage: bench/cuda/run_device.sh [check] [time | time-decode | time-lookup | time-fold | time-prefill] [sanitize] [profile]      default: check time
-# environment: ARCH (default sm_90), OUT (where logs go, default a folder of the temporary directory), VARIANTS (default "12": decode kernels
-# of so many warps a block for head size 128; the first one is checked, all are timed)
+# environment: ARCH (default sm_90), OUT (where logs go, default a folder of the temporary directory)
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 out=${OUT:-${TMPDIR:-/tmp}/kvfold-cuda}
 arch=${ARCH:-sm_90}
-variants=(${VARIANTS:-12})
 steps=(${@:-check time})
 build=$(mktemp -d)
 trap 'rm -rf "$build"' EXIT
@@ -25,17 +23,12 @@ compile -c cpp/ops/kv_select.cpp -o "$build/select_cpu.o"
 compile -c cpp/ops/kv_fold.cpp -o "$build/fold_cpu.o"
 compile -c cpp/ops/rotate.cpp -o "$build/rotate.o"
 compile -c cpp/format/fp4_codec.cpp -o "$build/codec.o"
-for v in "${variants[@]}"; do
-    compile -Xptxas -v -DKVFOLD_DECODE_WARPS="$v" -c cpp/ops/kv_attend.cu -o "$build/attend_$v.o" 2>"$out/ptxas_$v.txt"
-done
+compile -Xptxas -v -c cpp/ops/kv_attend.cu -o "$build/attend.o" 2>"$out/ptxas.txt"
 for p in "${pids[@]}"; do
     wait "$p"
 done
-common=("$build"/{harness,fold,store,select,fold_cpu,select_cpu,rotate,codec}.o)
-for v in "${variants[@]}"; do
-    nvcc -arch="$arch" "${common[@]}" "$build/attend_$v.o" -o "$build/harness_$v"
-done
-first=$build/harness_${variants[0]}
+nvcc -arch="$arch" "$build"/{harness,fold,store,select,fold_cpu,select_cpu,rotate,codec,attend}.o -o "$build/harness"
+first=$build/harness
 
 for step in "${steps[@]}"; do
     case $step in
@@ -46,10 +39,7 @@ for step in "${steps[@]}"; do
             grep -o "error [0-9.e+-]*" "$out/check.txt" | sort -g -k2 | tail -1 || true
             ;;
         time | time-*)
-            for v in "${variants[@]}"; do
-                echo "--- $v warps a block"
-                timeout 240 "$build/harness_$v" "$step" 2>&1 | tee "$out/${step}_$v.txt"
-            done
+            timeout 240 "$first" "$step" 2>&1 | tee "$out/$step.txt"
             ;;
         sanitize)
             for tool in memcheck racecheck; do

@@ -21,18 +21,12 @@
 namespace kvfold {
 namespace device {
 
-#ifndef KVFOLD_DECODE_WARPS
-#define KVFOLD_DECODE_WARPS 12
-#endif
 constexpr int kDecodeTile = 32;  // cells a warp handles at a time
 
 // Warps a block, which fills a multiprocessor: as many as there are registers, or shared memory, for. `nb`: blocks of 8 columns;
-// `small`: with 64 KiB of shared memory.
-__host__ __device__ constexpr int decode_warps(int dim, int nb, bool small) {
-    return dim == 64             ? (nb == 1 ? 16 : 12)
-           : dim == 256          ? (small ? 4 : 8)
-           : (nb == 1 && !small) ? KVFOLD_DECODE_WARPS
-                                 : 8;
+// `small`: with 64 KiB of shared memory; `wide`: there are many tiles, so that more warps are worth a little more set-up.
+__host__ __device__ constexpr int decode_warps(int dim, int nb, bool small, bool wide) {
+    return dim == 64 ? (nb == 1 ? 16 : 12) : dim == 256 ? (small ? 4 : 8) : (nb == 1 && !small) ? (wide ? 16 : 12) : 8;
 }
 
 // Current rows that a warp has room for in shared memory.
@@ -274,15 +268,9 @@ __global__ void __launch_bounds__(DecodeShape<D, NB, WARPS>::threads, 1)
     // Tiles are dealt out to the warps of all blocks in turn, and back again in the next round, and so on.
     const int32_t * list     = nullptr;
     int             n_listed = 0, n_tiles = (p.n_kv + kDecodeTile - 1) / kDecodeTile;
-    if constexpr (SPARSE) {
-        wait_for_earlier();  // the selection was made just now
-        list     = p.selected + (int64_t(blockIdx.z) * p.n_head_kv + head) * p.list_stride;
-        n_listed = *list++;
-        n_tiles  = ((n_listed << p.group_shift) + kDecodeTile - 1) / kDecodeTile;
-    }
-    const int step    = p.n_split * S::warps;
-    const int me      = warp * p.n_split + int(blockIdx.y);
-    auto      tile_of = [&](int round) { return n_tiles - 1 - (round == 0 ? me : round * step + step - 1 - me); };
+    const int       step    = p.n_split * S::warps;
+    const int       me      = warp * p.n_split + int(blockIdx.y);
+    auto            tile_of = [&](int round) { return n_tiles - 1 - (round == 0 ? me : round * step + step - 1 - me); };
 
     // The warp's tile in shared memory, and how it gets there. The keys and summaries of a tile are one commit, its values
     // another; keys are requested before values, so there is always one younger commit than the one waited for.
@@ -296,7 +284,7 @@ __global__ void __launch_bounds__(DecodeShape<D, NB, WARPS>::threads, 1)
     // Lane i holds group i of a tile of a sparse attention.
     auto listed = [&](int tile) {
         const int at = tile * n_sums + lane;
-        return tile >= 0 && lane < n_sums && at < n_listed ? __ldg(list + at) : 0;
+        return tile >= 0 && lane < n_sums && at < n_listed ? __ldcg(list + at) : 0;
     };
     auto gathered = [&](int tile, int entry) {
         return GatheredRows<D>{p.group_shift, entry, min(kDecodeTile, (n_listed - tile * n_sums) << p.group_shift)};
@@ -358,55 +346,86 @@ __global__ void __launch_bounds__(DecodeShape<D, NB, WARPS>::threads, 1)
         }
     };
 
-    // Far rows, plan and mask are older than the kernels that may still be running.
-    int tile = tile_of(0), after = tile_of(1), entry = 0, next_entry = 0;
-    if constexpr (SPARSE) {
-        entry      = listed(tile);
-        next_entry = listed(after);
-    }
-    TileRequest request = request_sight(tile, entry);
-    request_keys(tile, entry);
-    request_values(tile, entry);
-    if constexpr (!SPARSE) {
-        wait_for_earlier();
-    }
-
-    // queries as halves, permuted like the keys: word w has its four pairs at 8 w
-    half * q_rows = reinterpret_cast<half *>(shared);
-#pragma unroll 1
-    for (int j = warp; j < S::columns; j += S::warps) {
-        const int     column = column0 + j, query = column_query(p, column), h = head * p.gqa + column - query * p.gqa;
-        const float * from = p.q + query * p.q_stride_query + h * p.q_stride_head;
-        float         x[D / 32];
-#pragma unroll
-        for (int i = 0; i < D / 32; ++i) {
-            x[i] = column < n_columns ? from[lane + 32 * i] * p.q_scale : 0.0f;
-        }
-        rotate_row(x, p.rot_k, lane);
-        const int e = lane & 15, word = 2 * (lane >> 4) + (e >> 2 & 1), pair = (e & 1 ? 0 : 2) + (e & 8 ? 0 : 1);
-#pragma unroll
-        for (int i = 0; i < D / 32; ++i) {
-            q_rows[j * S::q_stride + 8 * (word + 4 * i) + 2 * pair + (e >> 1 & 1)] = __float2half_rn(x[i]);
-        }
-    }
-    __syncthreads();
-    uint32_t q[NB][KW][4];
-#pragma unroll
-    for (int nb = 0; nb < NB; ++nb) {
-#pragma unroll
-        for (int w = 0; w < KW; ++w) {
-            const uint4 x = *reinterpret_cast<const uint4 *>(q_rows + (8 * nb + r) * S::q_stride +
-                                                             8 * (t * KW + (KW > 1 ? w ^ (t & 1) * (KW / 2) : w)));
-            q[nb][w][0] = x.x, q[nb][w][1] = x.y, q[nb][w][2] = x.z, q[nb][w][3] = x.w;
-        }
-    }
-
+    uint32_t    q[NB][KW][4];
     float       o[NB][MT][4] = {};
     Softmax<NB> sm;
 #pragma unroll
     for (int nb = 0; nb < NB; ++nb) {
         sm.m[nb][0] = sm.m[nb][1] = kNoScore;
         sm.l[nb][0] = sm.l[nb][1] = 0.0f;
+    }
+
+    // queries as halves, permuted like the keys: word w has its four pairs at 8 w
+    auto load_queries = [&]() {
+        half * q_rows = reinterpret_cast<half *>(shared);
+#pragma unroll 1
+        for (int j = warp; j < S::columns; j += S::warps) {
+            const int column = column0 + j, query = column_query(p, column), h = head * p.gqa + column - query * p.gqa;
+            const float * from = p.q + query * p.q_stride_query + h * p.q_stride_head;
+            float         x[D / 32];
+#pragma unroll
+            for (int i = 0; i < D / 32; ++i) {
+                x[i] = column < n_columns ? from[lane + 32 * i] * p.q_scale : 0.0f;
+            }
+            rotate_row(x, p.rot_k, lane);
+            const int e = lane & 15, word = 2 * (lane >> 4) + (e >> 2 & 1), pair = (e & 1 ? 0 : 2) + (e & 8 ? 0 : 1);
+#pragma unroll
+            for (int i = 0; i < D / 32; ++i) {
+                q_rows[j * S::q_stride + 8 * (word + 4 * i) + 2 * pair + (e >> 1 & 1)] = __float2half_rn(x[i]);
+            }
+        }
+        __syncthreads();
+#pragma unroll
+        for (int nb = 0; nb < NB; ++nb) {
+#pragma unroll
+            for (int w = 0; w < KW; ++w) {
+                const uint4 x = *reinterpret_cast<const uint4 *>(q_rows + (8 * nb + r) * S::q_stride +
+                                                                 8 * (t * KW + (KW > 1 ? w ^ (t & 1) * (KW / 2) : w)));
+                q[nb][w][0] = x.x, q[nb][w][1] = x.y, q[nb][w][2] = x.z, q[nb][w][3] = x.w;
+            }
+        }
+    };
+    // The exact cells, beginning with this unit. Rows of the micro-batch take the place of the tile, with 8-byte alignment.
+    auto attend_units = [&](int unit) {
+        half * const space = reinterpret_cast<half *>(keys + ((keys - shared) & 1));
+#pragma unroll 1
+        for (const int n_units = (p.n_exact + 15) / 16; unit < n_units; unit += step) {
+            attend_exact<D, NB, WARPS>(p, head, unit, column0, space, q, sm, o);
+        }
+    };
+
+    int         tile, after, entry = 0, next_entry = 0;
+    TileRequest request;
+    if constexpr (SPARSE) {
+        // Where the look-up is what ran before, everything but its result can be read while it is still at work.
+        if (!p.after_lookup) {
+            wait_for_earlier();
+        }
+        load_queries();
+        attend_units(step - 1 - me);
+        __syncwarp();
+        if (p.after_lookup) {
+            wait_for_earlier();
+        }
+        list       = p.selected + (int64_t(blockIdx.z) * p.n_head_kv + head) * p.list_stride;
+        n_listed   = __ldcg(list++);
+        n_tiles    = ((n_listed << p.group_shift) + kDecodeTile - 1) / kDecodeTile;
+        tile       = tile_of(0);
+        after      = tile_of(1);
+        entry      = listed(tile);
+        next_entry = listed(after);
+        request    = request_sight(tile, entry);
+        request_keys(tile, entry);
+        request_values(tile, entry);
+    } else {
+        // far rows, plan and mask are older than the kernels that may still be running
+        tile    = tile_of(0);
+        after   = tile_of(1);
+        request = request_sight(tile, entry);
+        request_keys(tile, entry);
+        request_values(tile, entry);
+        wait_for_earlier();
+        load_queries();
     }
 
     for (; tile >= 0; tile = after, after -= step) {
@@ -488,12 +507,9 @@ __global__ void __launch_bounds__(DecodeShape<D, NB, WARPS>::threads, 1)
     }
     copy_wait<0>();
 
-    // The warps that the last round of tiles has left out come first. Rows want 8-byte alignment.
-    half * const space   = reinterpret_cast<half *>(keys + ((keys - shared) & 1));
-    const int    n_units = (p.n_exact + 15) / 16, first_unit = (n_tiles / step & 1) == 0 ? step - 1 - me : me;
-#pragma unroll 1
-    for (int unit = first_unit; unit < n_units; unit += step) {
-        attend_exact<D, NB, WARPS>(p, head, unit, column0, space, q, sm, o);
+    if constexpr (!SPARSE) {
+        attend_units((n_tiles / step & 1) == 0 ? step - 1 - me
+                                               : me);  // first to warps that the last round has left out
     }
     __syncthreads();  // what follows uses the memory of the tiles
     let_next_begin();

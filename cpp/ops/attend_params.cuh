@@ -32,7 +32,8 @@ struct AttendParams {
     const int32_t *  cell_src;  // [n_kv], prefill only: the two lists above, spread out
     const int32_t *  selected;  // sparse only: lists of groups, [n_q][n_head_kv][list_stride], the count first
     int32_t          list_stride;
-    const half *     mask;  // null: nothing masked
+    bool             after_lookup;  // the kernel before this one made the lists, from the same queries
+    const half *     mask;          // null: nothing masked
     const float *    q;
     const float *    sinks;  // null: none
     float *          out;

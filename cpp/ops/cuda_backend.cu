@@ -41,8 +41,11 @@ bool cuda_compute(ggml_backend_cuda_context & ctx, ggml_tensor * node) {
     switch (NodeOp(node_params(node).op)) {
     case NodeOp::attend:
         if (node->src[attend_src::selection] != nullptr) {
-            const SparseAttendArgs a = sparse_attend_args(node);
-            kv_attend_sparse_cuda(a, device, take(kv_attend_sparse_cuda_scratch(a, device)), stream);
+            // A layer that uses its own look-up has it right before its attention; one that uses another's has not.
+            const ggml_tensor *    selection    = node->src[attend_src::selection];
+            const bool             after_lookup = selection->src[select_src::q] == node->src[attend_src::q];
+            const SparseAttendArgs a            = sparse_attend_args(node);
+            kv_attend_sparse_cuda(a, after_lookup, device, take(kv_attend_sparse_cuda_scratch(a, device)), stream);
         } else {
             const AttendArgs a = attend_args(node);
             kv_attend_cuda(a, device, take(kv_attend_cuda_scratch(a, device)), stream);

@@ -24,6 +24,7 @@ using Prefill = device::PrefillShape<D, D == 256 || (D == 128 && SMALL) ? 32 : 6
 struct Plan {
     bool   prefill;
     bool   sparse;
+    bool   wide;     // decode_warps()
     int    blocks;   // of 8 columns a thread block of the decode kernel handles: 1 or 2
     int    z;        // thread blocks over the columns of a KV head
     int    n_split;  // shares of the cells
@@ -52,10 +53,12 @@ Plan make_plan(const AttendArgs & a, const CudaDevice & device, const SparseAtte
         const int split = room < 1 ? 1 : room < most ? room : most;
         p.n_split       = ceil_div(tiles, ceil_div(tiles, split));
     } else {
-        p.blocks         = (p.sparse ? gqa : columns) > 8 && dim <= 128 ? 2 : 1;
-        p.z              = p.sparse ? a.n_q : ceil_div(columns, 8 * p.blocks);
-        const int cells  = p.sparse ? std::min(sparse->capacity * a.mem.group, a.n_kv) : a.n_kv;
-        const int shares = a.mem.n_head_kv * p.z, warps = device::decode_warps(dim, p.blocks, device.arch < 80);
+        p.blocks        = (p.sparse ? gqa : columns) > 8 && dim <= 128 ? 2 : 1;
+        p.z             = p.sparse ? a.n_q : ceil_div(columns, 8 * p.blocks);
+        const int cells = p.sparse ? std::min(sparse->capacity * a.mem.group, a.n_kv) : a.n_kv;
+        // at small groups the tiles of 16 warps do not fit the shared memory of all devices
+        p.wide           = cells >= 16384 && a.mem.group >= 4;
+        const int shares = a.mem.n_head_kv * p.z, warps = device::decode_warps(dim, p.blocks, device.arch < 80, p.wide);
         const int most = ceil_div(ceil_div(cells, device::kDecodeTile), warps);  // with a tile for every warp
         // One wave of blocks; more where that would leave multiprocessors without work and there is enough of it.
         p.n_split = 1;
@@ -118,14 +121,24 @@ void launch_prefill(const AttendParams & p, const Plan & plan, cudaStream_t stre
     device::attend_prefill<S><<<dim3(plan.z, p.n_head_kv, plan.n_split), S::threads, S::shared_bytes, stream>>>(p);
 }
 
-template <int D, int NB, bool SMALL, bool SPARSE>
-void launch_decode(const AttendParams & p, const Plan & plan, cudaStream_t stream) {
-    constexpr int warps  = device::decode_warps(D, NB, SMALL);
+template <int D, int NB, bool SMALL, bool SPARSE, bool WIDE>
+void launch_warps(const AttendParams & p, const Plan & plan, cudaStream_t stream) {
+    constexpr int warps  = device::decode_warps(D, NB, SMALL, WIDE);
     const auto    kernel = device::attend_decode<D, NB, warps, SPARSE>;
     using S              = device::DecodeShape<D, NB, warps>;
     const int bytes      = S::shared_bytes(1 << p.group_shift);
     (void) cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
     launch_early(kernel, dim3(p.n_head_kv, plan.n_split, plan.z), S::threads, bytes, stream, p);
+}
+
+template <int D, int NB, bool SMALL, bool SPARSE>
+void launch_decode(const AttendParams & p, const Plan & plan, cudaStream_t stream) {
+    if constexpr (device::decode_warps(D, NB, SMALL, true) != device::decode_warps(D, NB, SMALL, false)) {
+        if (plan.wide) {
+            return launch_warps<D, NB, SMALL, SPARSE, true>(p, plan, stream);
+        }
+    }
+    launch_warps<D, NB, SMALL, SPARSE, false>(p, plan, stream);
 }
 
 template <int D>
@@ -200,8 +213,8 @@ const char * kv_ops_cuda_refusal(int32_t n_head_kv, int32_t head_dim, int32_t gr
 
 namespace {
 
-void attend(const AttendArgs & a, const SparseAttendArgs * sparse, const CudaDevice & device, void * scratch,
-            cudaStream_t stream) {
+void attend(const AttendArgs & a, const SparseAttendArgs * sparse, bool after_lookup, const CudaDevice & device,
+            void * scratch, cudaStream_t stream) {
     if (a.n_q == 0) {
         return;
     }
@@ -216,8 +229,9 @@ void attend(const AttendArgs & a, const SparseAttendArgs * sparse, const CudaDev
     p.cur_v    = a.cur.v;
     p.far_bits = a.far_bits;
     if (sparse != nullptr) {
-        p.selected    = sparse->selected;
-        p.list_stride = int32_t(group_list_stride(sparse->capacity));
+        p.selected     = sparse->selected;
+        p.list_stride  = int32_t(group_list_stride(sparse->capacity));
+        p.after_lookup = after_lookup;
     }
     p.exact          = reinterpret_cast<const int2 *>(a.exact);
     p.n_exact        = a.n_exact;
@@ -281,15 +295,16 @@ size_t kv_attend_cuda_scratch(const AttendArgs & a, const CudaDevice & device) {
 }
 
 void kv_attend_cuda(const AttendArgs & a, const CudaDevice & device, void * scratch, cudaStream_t stream) {
-    attend(a, nullptr, device, scratch, stream);
+    attend(a, nullptr, false, device, scratch, stream);
 }
 
 size_t kv_attend_sparse_cuda_scratch(const SparseAttendArgs & a, const CudaDevice & device) {
     return make_plan(a.attend, device, &a).scratch;
 }
 
-void kv_attend_sparse_cuda(const SparseAttendArgs & a, const CudaDevice & device, void * scratch, cudaStream_t stream) {
-    attend(a.attend, &a, device, scratch, stream);
+void kv_attend_sparse_cuda(const SparseAttendArgs & a, bool after_lookup, const CudaDevice & device, void * scratch,
+                           cudaStream_t stream) {
+    attend(a.attend, &a, after_lookup, device, scratch, stream);
 }
 
 }  // namespace kvfold

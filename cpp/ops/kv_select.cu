@@ -10,8 +10,9 @@ struct SelectPlan {
     int    n_groups;
     int    score_stride;
     int    n_split;
-    int    warps;
+    int    n_chunks;
     size_t ml_offset;
+    size_t max_offset;
     size_t scratch;
 };
 
@@ -24,10 +25,12 @@ SelectPlan make_plan(const SelectArgs & a, const CudaDevice & device) {
     p.score_stride = (p.n_groups + 31) / 32 * 32;
     const int room = device.n_sm / a.mem.n_head_kv, tiles = ceil_div(p.n_groups, device::kScoreTile);
     const int warps = a.mem.head_dim == 256 ? 8 : 16, most = ceil_div(tiles, warps);
-    p.n_split   = room < 1 ? 1 : room < most ? room : most;
-    p.n_split   = p.n_split < 1 ? 1 : p.n_split;
-    p.ml_offset = size_t(a.mem.n_head_kv) * columns * p.score_stride * sizeof(float);
-    p.scratch   = p.ml_offset + size_t(p.n_split) * a.mem.n_head_kv * columns * sizeof(float2);
+    p.n_split    = room < 1 ? 1 : room < most ? room : most;
+    p.n_split    = p.n_split < 1 ? 1 : p.n_split;
+    p.ml_offset  = size_t(a.mem.n_head_kv) * columns * p.score_stride * sizeof(float);
+    p.max_offset = p.ml_offset + size_t(p.n_split) * a.mem.n_head_kv * columns * sizeof(float2);
+    p.n_chunks   = ceil_div(p.score_stride, device::kMassGroups);
+    p.scratch    = p.max_offset + size_t(a.mem.n_head_kv) * a.n_q * p.n_chunks * sizeof(float);
     return p;
 }
 
@@ -43,6 +46,7 @@ void launch_score(const device::SelectParams & p, cudaStream_t stream) {
 template <int D>
 void launch(const device::SelectParams & p, cudaStream_t stream) {
     p.n_q * p.gqa <= 8 ? launch_score<D, 1>(p, stream) : launch_score<D, 2>(p, stream);
+    launch_early(device::select_mass, dim3(p.n_head_kv, p.n_chunks, p.n_q), device::kMassThreads, 0, stream, p);
     launch_early(device::select_pick, dim3(p.n_head_kv, p.n_q), device::kPickThreads, 0, stream, p);
 }
 
@@ -75,6 +79,8 @@ void kv_select_cuda(const SelectArgs & a, const CudaDevice & device, void * scra
     p.q              = a.q;
     p.score          = static_cast<float *>(scratch);
     p.part_ml        = reinterpret_cast<float2 *>(static_cast<uint8_t *>(scratch) + plan.ml_offset);
+    p.part_max       = reinterpret_cast<float *>(static_cast<uint8_t *>(scratch) + plan.max_offset);
+    p.n_chunks       = plan.n_chunks;
     p.selected       = a.selected;
     p.counters       = a.counters;
     p.mask_stride    = a.mask_stride;

@@ -1,12 +1,15 @@
-// Look-up on the device, in two launches.
+// Look-up on the device, in three launches.
 //
 // select_score: one block works on one KV head and one share ("split") of the groups and scores their summaries against all
 // columns (query, head of the group) on tensor cores, 32 groups a warp and step, copied to shared memory ahead of time. It
 // leaves the scores, and for every column the maximum and the sum of exponentials of its share.
 //
-// select_pick: one block works on one KV head of one query. It turns scores into bins, counts them, finds the bin where the
-// budget ends, and writes the numbers of the groups up to there in ascending order: every thread has neighbouring groups, and a
-// sum over the threads before it says where its output begins.
+// select_mass: probabilities, summed over the heads of a group, from these; their logarithm takes the place of the first head's
+// score.
+//
+// select_pick: one block works on one KV head of one query. It counts bins, finds the one where the budget ends, and writes the
+// numbers of the groups up to there in ascending order: every warp has neighbouring groups, and a sum over the warps before
+// it says where its output begins.
 #pragma once
 
 #include "ops/attend_params.cuh"
@@ -23,8 +26,9 @@ struct SelectParams {
     const uint32_t * far_bits;
     const half *     mask;  // null: nothing masked
     const float *    q;
-    float *          score;    // [n_head_kv][n_q * gqa][score_stride], base 2; kNoScore: no candidate
-    float2 *         part_ml;  // [n_split][n_head_kv][n_q * gqa]
+    float *          score;     // [n_head_kv][n_q * gqa][score_stride], base 2; kNoScore: no candidate
+    float2 *         part_ml;   // [n_split][n_head_kv][n_q * gqa]
+    float *          part_max;  // [n_head_kv][n_q][n_chunks]: maximum of select_mass
     int32_t *        selected;
     uint64_t *       counters;  // [2] or null
     int64_t          mask_stride;
@@ -38,6 +42,7 @@ struct SelectParams {
     int32_t          n_groups;
     int32_t          score_stride;
     int32_t          n_split;
+    int32_t          n_chunks;
     int32_t          capacity;
     int32_t          list_stride;
     int32_t          group_shift;
@@ -113,7 +118,7 @@ __global__ void __launch_bounds__(ScoreShape<D, NB>::threads, 1) select_score(co
     using S              = ScoreShape<D, NB>;
     constexpr int     KW = D / 32, row_words = FarRows<D>::words;
     extern __shared__ __align__(16) uint32_t shared[];
-    __shared__ float                         half_square[S::columns];
+    __shared__ float                         spread_weight[S::columns];
     __shared__ float2                        shared_ml[S::warps][S::columns];
 
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, t = lane & 3, r = lane >> 2;
@@ -134,6 +139,7 @@ __global__ void __launch_bounds__(ScoreShape<D, NB>::threads, 1) select_score(co
     int tile = warp * p.n_split + int(blockIdx.y);
     request(tile, 0);  // summaries are older than the kernels that may still be running
     wait_for_earlier();
+    let_next_begin();
 
     half * q_rows = reinterpret_cast<half *>(shared);
     for (int j = warp; j < S::columns; j += S::warps) {
@@ -156,7 +162,7 @@ __global__ void __launch_bounds__(ScoreShape<D, NB>::threads, 1) select_score(co
             square += __shfl_xor_sync(~0u, square, d);
         }
         if (lane == 0) {
-            half_square[j] = 0.5f * square;
+            spread_weight[j] = kSpreadWeight * square;
         }
     }
     __syncthreads();
@@ -172,7 +178,7 @@ __global__ void __launch_bounds__(ScoreShape<D, NB>::threads, 1) select_score(co
         }
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
-            add[nb][c] = half_square[8 * nb + 2 * t + c] * kLog2E;
+            add[nb][c] = spread_weight[8 * nb + 2 * t + c] * kLog2E;
             m[nb][c]   = kNoScore;
             l[nb][c]   = 0.0f;
         }
@@ -216,7 +222,7 @@ __global__ void __launch_bounds__(ScoreShape<D, NB>::threads, 1) select_score(co
                     }
                     x           = candidate ? x : kNoScore;
                     s[i][nb][c] = x;
-                    if (column < n_columns && g < p.n_groups) {
+                    if (column < n_columns) {  // the row's padding too
                         p.score[(int64_t(head) * n_columns + column) * p.score_stride + g] = x;
                     }
                 }
@@ -259,7 +265,6 @@ __global__ void __launch_bounds__(ScoreShape<D, NB>::threads, 1) select_score(co
         }
     }
     __syncthreads();
-    let_next_begin();
     if (threadIdx.x < n_columns) {
         float2 total = shared_ml[0][threadIdx.x];
 #pragma unroll 1
@@ -272,11 +277,87 @@ __global__ void __launch_bounds__(ScoreShape<D, NB>::threads, 1) select_score(co
     }
 }
 
+// --- masses ----------------------------------------------------------------------------------------------------------
+
+constexpr int kMassThreads = 256;
+constexpr int kMassGroups  = 4 * kMassThreads;  // a block handles
+constexpr int kMaxGqa      = 16;
+
+__device__ __forceinline__ float warp_max(float x) {
+#pragma unroll
+    for (int d = 1; d < 32; d <<= 1) {
+        x = fmaxf(x, __shfl_xor_sync(~0u, x, d));
+    }
+    return x;
+}
+
+// grid: x KV head, y chunk of kMassGroups, z query
+__global__ void __launch_bounds__(kMassThreads) select_mass(const __grid_constant__ SelectParams p) {
+    __shared__ float log_sum[kMaxGqa];
+    __shared__ float tops[kMassThreads / 32];
+    const int        lane = threadIdx.x & 31, warp = threadIdx.x >> 5, head = blockIdx.x, query = blockIdx.z;
+    const int        n_columns = p.n_q * p.gqa, column0 = query * p.gqa;
+    wait_for_earlier();
+    let_next_begin();
+    // log of the sum of exponentials of every head of the group
+    for (int j = warp; j < p.gqa; j += kMassThreads / 32) {
+        float top = kNoScore, sum = 0.0f;
+        for (int i = lane; i < p.n_split; i += 32) {
+            const float2 x = p.part_ml[(int64_t(i) * p.n_head_kv + head) * n_columns + column0 + j];
+            const float  m = fmaxf(top, x.x);
+            sum            = sum * exp2_fast(top - m) + x.y * exp2_fast(x.x - m);
+            top            = m;
+        }
+        const float m = warp_max(top);
+        sum *= exp2_fast(top - m);
+#pragma unroll
+        for (int d = 1; d < 32; d <<= 1) {
+            sum += __shfl_xor_sync(~0u, sum, d);
+        }
+        if (lane == 0) {
+            log_sum[j] = sum > 0.0f ? m + __log2f(sum) : 0.0f;
+        }
+    }
+    __syncthreads();
+    // rows are padded to a multiple of 4 with kNoScore
+    const int g   = blockIdx.y * kMassGroups + 4 * threadIdx.x;
+    float     top = kNoScore;
+    if (g < p.score_stride) {
+        float * const first = p.score + (int64_t(head) * n_columns + column0) * p.score_stride + g;
+        float4        sum   = make_float4(0.0f, 0.0f, 0.0f, 0.0f), x{};
+        for (int j = p.gqa - 1; j >= 0; --j) {
+            x             = *reinterpret_cast<const float4 *>(first + int64_t(j) * p.score_stride);
+            const float l = log_sum[j];
+            sum.x += exp2_fast(x.x - l);
+            sum.y += exp2_fast(x.y - l);
+            sum.z += exp2_fast(x.z - l);
+            sum.w += exp2_fast(x.w - l);
+        }
+        auto log_mass = [&](float score, float mass) {
+            const float y = score > kNoScore ? __log2f(fmaxf(mass, 1.17549435e-38f)) : kNoScore;
+            top           = fmaxf(top, y);
+            return y;
+        };
+        *reinterpret_cast<float4 *>(first) =
+            make_float4(log_mass(x.x, sum.x), log_mass(x.y, sum.y), log_mass(x.z, sum.z), log_mass(x.w, sum.w));
+    }
+    top = warp_max(top);
+    if (lane == 0) {
+        tops[warp] = top;
+    }
+    __syncthreads();
+    if (warp == 0) {
+        top = warp_max(lane < kMassThreads / 32 ? tops[lane] : kNoScore);
+        if (lane == 0) {
+            p.part_max[(int64_t(head) * p.n_q + query) * p.n_chunks + blockIdx.y] = top;
+        }
+    }
+}
+
 // --- the choice ------------------------------------------------------------------------------------------------------
 
 constexpr int kPickThreads = 1024;
 constexpr int kPickWarps   = kPickThreads / 32;
-constexpr int kMaxGqa      = 16;
 
 // Sum of `x` over the threads before this one; `total` over all. The whole block calls; `space` [kPickWarps].
 template <typename T>
@@ -312,84 +393,38 @@ __device__ __forceinline__ int bin_of(float p, float top) {
 // grid: x KV head, y query
 __global__ void __launch_bounds__(kPickThreads, 1) select_pick(const __grid_constant__ SelectParams p) {
     __shared__ int   count[kSelectBins];
-    __shared__ float log_sum[kMaxGqa];
     __shared__ float float_space[kPickWarps];
     __shared__ int   int_space[kPickWarps];
     __shared__ int   cut_bin, cut_take, n_taken;
 
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, head = blockIdx.x, query = blockIdx.y;
-    const int n_columns = p.n_q * p.gqa, column0 = query * p.gqa;
-    float *   score = p.score + (int64_t(head) * n_columns + column0) * p.score_stride;
+    const int           lane = threadIdx.x & 31, warp = threadIdx.x >> 5, head = blockIdx.x, query = blockIdx.y;
+    const float * const mass = p.score + (int64_t(head) * p.n_q + query) * p.gqa * p.score_stride;
     for (int b = threadIdx.x; b < kSelectBins; b += kPickThreads) {
         count[b] = 0;
     }
     wait_for_earlier();
+    let_next_begin();  // attention of the same layer has work that needs no list
 
-    // log of the sum of exponentials of every head of the group
-    if (warp < p.gqa) {
-        float top = kNoScore, sum = 0.0f;
-        for (int i = lane; i < p.n_split; i += 32) {
-            const float2 x = p.part_ml[(int64_t(i) * p.n_head_kv + head) * n_columns + column0 + warp];
-            const float  m = fmaxf(top, x.x);
-            sum            = sum * exp2_fast(top - m) + x.y * exp2_fast(x.x - m);
-            top            = m;
-        }
-        float m = top;
-#pragma unroll
-        for (int d = 1; d < 32; d <<= 1) {
-            m = fmaxf(m, __shfl_xor_sync(~0u, m, d));
-        }
-        sum *= exp2_fast(top - m);
-#pragma unroll
-        for (int d = 1; d < 32; d <<= 1) {
-            sum += __shfl_xor_sync(~0u, sum, d);
-        }
-        if (lane == 0) {
-            log_sum[warp] = sum > 0.0f ? m + __log2f(sum) : 0.0f;
-        }
+    float top = kNoScore;
+    for (int i = lane; i < p.n_chunks; i += 32) {
+        top = fmaxf(top, p.part_max[(int64_t(head) * p.n_q + query) * p.n_chunks + i]);
     }
+    top = warp_max(top);
     __syncthreads();
-
-    // probability, summed over the heads; its log takes the place of the first head's score
-    float top          = kNoScore;
-    int   n_candidates = 0;
-    for (int g = threadIdx.x; g < p.n_groups; g += kPickThreads) {
-        float x = score[g];
-        if (x > kNoScore) {
-            float sum = 0.0f;
-            for (int j = 0; j < p.gqa; ++j) {
-                sum += exp2_fast(score[int64_t(j) * p.score_stride + g] - log_sum[j]);
+#pragma unroll 4
+    for (int g = 4 * threadIdx.x; g < p.score_stride; g += 4 * kPickThreads) {
+        const float4 x    = *reinterpret_cast<const float4 *>(mass + g);
+        const float  y[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            if (y[i] > kNoScore) {
+                atomicAdd(&count[bin_of(y[i], top)], 1);
             }
-            x        = __log2f(fmaxf(sum, 1.17549435e-38f));
-            score[g] = x;
-            top      = fmaxf(top, x);
-            ++n_candidates;
-        }
-    }
-#pragma unroll
-    for (int d = 1; d < 32; d <<= 1) {
-        top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
-    }
-    if (lane == 0) {
-        float_space[warp] = top;
-    }
-    __syncthreads();
-    top = float_space[lane];
-#pragma unroll
-    for (int d = 1; d < 32; d <<= 1) {
-        top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
-    }
-    int total_candidates;
-    (void) sum_before(n_candidates, int_space, total_candidates);
-
-    for (int g = threadIdx.x; g < p.n_groups; g += kPickThreads) {
-        const float x = score[g];
-        if (x > kNoScore) {
-            atomicAdd(&count[bin_of(x, top)], 1);
         }
     }
     __syncthreads();
 
+    int n_candidates;
     // where the budget ends: each thread has two neighbouring bins
     {
         const int   b = 2 * threadIdx.x, n0 = count[b], n1 = count[b + 1];
@@ -398,6 +433,7 @@ __global__ void __launch_bounds__(kPickThreads, 1) select_pick(const __grid_cons
         int         n_all;
         float       mass_all;
         const int   n_before    = sum_before(n0 + n1, int_space, n_all);
+        n_candidates            = n_all;
         const float mass_before = sum_before(w0 + w1, float_space, mass_all);
         // whole bins that leave at most `threshold` of the mass: the first one for which that is so
         const float rest   = p.budget.threshold * mass_all;
@@ -441,12 +477,13 @@ __global__ void __launch_bounds__(kPickThreads, 1) select_pick(const __grid_cons
     }
     __syncthreads();
 
-    // the list
-    const int per = ((p.n_groups + kPickThreads - 1) / kPickThreads + 3) / 4 * 4;
-    const int g0 = min(p.n_groups, int(threadIdx.x) * per), g1 = min(p.n_groups, g0 + per), bin = cut_bin;
-    int       n_sure = 0, n_ties = 0;
-    auto      kind = [&](int g) {  // 2: on the list, 1: in the bin of the cut, 0: not
-        const float x = score[g];
+    // the list: warps have neighbouring pieces, a multiple of 32 groups
+    const int piece = ((p.n_groups + kPickWarps - 1) / kPickWarps + 31) / 32 * 32;
+    const int first = warp * piece, last = min(p.n_groups, first + piece), bin = cut_bin;
+    auto      kind = [&](int g, float x) {  // 2: on the list, 1: in the bin of the cut, 0: not
+        if (g >= last) {
+            return 0;
+        }
         if (x > kNoScore) {
             const int b = bin_of(x, top);
             return b < bin ? 2 : b == bin ? 1 : 0;
@@ -455,32 +492,39 @@ __global__ void __launch_bounds__(kPickThreads, 1) select_pick(const __grid_cons
         const uint32_t bits = group_bits(p, g, full);
         return bits != 0 && bits != full ? 2 : 0;
     };
-    for (int g = g0; g < g1; ++g) {
-        const int k = kind(g);
-        n_sure += k == 2;
-        n_ties += k == 1;
+    int n_sure = 0, n_ties = 0;
+#pragma unroll 4
+    for (int g = first; g < last; g += 32) {
+        const int k = kind(g + lane, mass[min(g + lane, p.n_groups - 1)]);
+        n_sure += __popc(__ballot_sync(~0u, k == 2));
+        n_ties += __popc(__ballot_sync(~0u, k == 1));
     }
-    int       all_ties, n_all;
-    const int ties_before = sum_before(n_ties, int_space, all_ties);
-    const int skip        = min(n_ties, max(0, all_ties - cut_take - ties_before));  // the lowest numbers of a bin
-    int       at          = sum_before(n_sure + n_ties - skip, int_space, n_all);
-    int32_t * list        = p.selected + (int64_t(query) * p.n_head_kv + head) * p.list_stride;
-    let_next_begin();
-    int tie = 0;
-    for (int g = g0; g < g1; ++g) {
-        const int k = kind(g);
-        if (k == 2 || (k == 1 && tie++ >= skip)) {
-            if (at < p.capacity) {
-                list[1 + at] = g;
-            }
-            ++at;
+    int            all_ties, n_all;
+    const int      ties_before = sum_before(lane == 0 ? n_ties : 0, int_space, all_ties);  // right in lane 0
+    const int      skip        = all_ties - cut_take;  // the lowest numbers of the bin
+    int            tie         = __shfl_sync(~0u, ties_before, 0);
+    const int      own_ties    = n_ties - min(n_ties, max(0, skip - tie));
+    int            at          = __shfl_sync(~0u, sum_before(lane == 0 ? n_sure + own_ties : 0, int_space, n_all), 0);
+    int32_t *      list        = p.selected + (int64_t(query) * p.n_head_kv + head) * p.list_stride;
+    const uint32_t before      = (1u << lane) - 1;
+#pragma unroll 4
+    for (int g = first; g < last; g += 32) {
+        const int      k    = kind(g + lane, mass[min(g + lane, p.n_groups - 1)]);
+        const uint32_t ties = __ballot_sync(~0u, k == 1);
+        const bool     on   = k == 2 || (k == 1 && tie + __popc(ties & before) >= skip);
+        const uint32_t all  = __ballot_sync(~0u, on);
+        const int      to   = at + __popc(all & before);
+        if (on && to < p.capacity) {
+            list[1 + to] = g + lane;
         }
+        tie += __popc(ties);
+        at += __popc(all);
     }
     if (threadIdx.x == 0) {
         list[0] = min(n_all, p.capacity);
         if (p.counters) {
             atomicAdd(reinterpret_cast<unsigned long long *>(p.counters),
-                      static_cast<unsigned long long>(total_candidates));
+                      static_cast<unsigned long long>(n_candidates));
             atomicAdd(reinterpret_cast<unsigned long long *>(p.counters) + 1, static_cast<unsigned long long>(n_taken));
         }
     }
