@@ -34,6 +34,7 @@ class PlanInput : public llm_graph_input_i {
             return;  // no node of this graph reads it
         }
         const UbatchPlan & plan = cache_->plan;
+        GGML_ASSERT(commits.empty());  // a graph has all layers of its cache
         GGML_ASSERT(int64_t(plan.far_bits.size()) == layout_.exact - layout_.far &&
                     int64_t(plan.exact.size()) <= layout_.exact_capacity && plan.n_groups <= layout_.fold_capacity &&
                     int64_t(plan.store_dst.size()) == n_tokens_);
@@ -60,7 +61,8 @@ class PlanInput : public llm_graph_input_i {
 
     const kvfold_cache * cache() const { return cache_; }
 
-    ggml_tensor * words;  // PlanLayout
+    ggml_tensor *              words;    // PlanLayout
+    std::vector<ggml_tensor *> commits;  // store nodes that the graph will get with its last layer
 
     // What layers of this graph have chosen so far; null: nothing.
     ggml_tensor * chosen = nullptr;
@@ -139,10 +141,12 @@ ggml_tensor * fold_node(ggml_context * ctx, const NodeSpec & spec, ggml_tensor *
     return t;
 }
 
-ggml_tensor * store_node(ggml_context * ctx, const NodeSpec & spec, ggml_tensor * plan, ggml_tensor * before) {
+ggml_tensor * store_node(ggml_context * ctx, const NodeSpec & spec, bool batched, ggml_tensor * plan,
+                         ggml_tensor * before) {
     const CacheLayer & layer = spec.layer;
     ggml_tensor *      t     = ggml_view_tensor(ctx, layer.tier);
-    make_custom(t, NodeOp::store, spec, {layer.tier, layer.k_cur, layer.v_cur, plan, before});
+    make_custom(t, batched ? NodeOp::store_batched : NodeOp::store, spec,
+                {layer.tier, layer.k_cur, layer.v_cur, plan, before});
     return t;
 }
 
@@ -276,10 +280,14 @@ ggml_tensor * probe_attend(ggml_context * ctx, int32_t n_head, int32_t n_head_kv
                        probe_mask(ctx), nullptr, nullptr);
 }
 
-ggml_tensor * probe_select(ggml_context * ctx, int32_t n_head, int32_t n_head_kv, int32_t head_dim, int32_t group) {
-    const CacheLayer layer = probe_layer(ctx, n_head_kv, head_dim, group);
+ggml_tensor * probe_select(ggml_context * ctx, int32_t n_head, int32_t n_head_kv, int32_t head_dim, int32_t group,
+                           bool pool) {
+    const CacheLayer layer    = probe_layer(ctx, n_head_kv, head_dim, group);
+    const int32_t    capacity = int32_t(kProbeCells / group);
+    ggml_tensor *    groups =
+        pool ? ggml_new_tensor_3d(ctx, GGML_TYPE_I32, group_list_stride(capacity), n_head_kv, 1) : nullptr;
     return select_node(ctx, {layer, group, {}, 1.0f}, probe_q(ctx, n_head, head_dim), probe_plan(ctx, group),
-                       probe_mask(ctx), nullptr, int32_t(kProbeCells / group));
+                       probe_mask(ctx), groups, capacity);
 }
 
 }  // namespace kvfold
@@ -316,11 +324,20 @@ ggml_tensor * kvfold_build_attn(const llm_graph_context & g, ggml_tensor * q, gg
     ggml_build_forward_expand(g.gf, attend);
 
     if (il == layer.last_il) {
-        ggml_tensor * fold  = kvfold::fold_node(g.ctx0, spec, input.words, attend);
-        ggml_tensor * store = kvfold::store_node(g.ctx0, spec, input.words, fold);
+        // With few tokens on a GPU all layers are folded and stored at the end, by one launch: a launch a layer would cost more
+        // than its work. (Many tokens' rows would have to be kept for that.)
+        const bool    batched = cache->fused_rotation && cache->one_device && il != cache->final_il;
+        ggml_tensor * fold    = kvfold::fold_node(g.ctx0, spec, input.words, attend);
+        ggml_tensor * store   = kvfold::store_node(g.ctx0, spec, batched, input.words, fold);
         ggml_format_name(fold, "kvfold_fold-%d", il);
         ggml_format_name(store, "kvfold_store-%d", il);
-        ggml_build_forward_expand(g.gf, store);
+        input.commits.push_back(store);
+        if (!batched) {
+            for (ggml_tensor * node : input.commits) {
+                ggml_build_forward_expand(g.gf, node);
+            }
+            input.commits.clear();
+        }
     }
 
     ggml_tensor * out = ggml_reshape_2d(g.ctx0, attend, attend->ne[0] * attend->ne[1], attend->ne[2]);

@@ -16,7 +16,8 @@ bool run_fold(const CacheLayer & layer, int32_t group, const std::vector<int32_t
 // An attend node with placeholder sources of the right types and shapes, to ask a device whether it supports the operation.
 ggml_tensor * probe_attend(ggml_context * ctx, int32_t n_head, int32_t n_head_kv, int32_t head_dim, int32_t group);
 
-// The same for a select node.
-ggml_tensor * probe_select(ggml_context * ctx, int32_t n_head, int32_t n_head_kv, int32_t head_dim, int32_t group);
+// The same for a select node, with or without a pool to choose from.
+ggml_tensor * probe_select(ggml_context * ctx, int32_t n_head, int32_t n_head_kv, int32_t head_dim, int32_t group,
+                           bool pool);
 
 }  // namespace kvfold

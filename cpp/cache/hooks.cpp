@@ -31,8 +31,22 @@ bool device_attends(ggml_backend_dev_t dev, const llama_hparams & hparams, uint3
     return ggml_backend_dev_supports_op(dev, node);
 }
 
+// Whether the device of a layer runs a select node.
+bool device_selects(const kvfold_cache & cache, const kvfold::CacheLayer & layer, const llama_hparams & hparams,
+                    bool pool) {
+    ggml_backend_dev_t dev = ggml_backend_buft_get_device(ggml_backend_buffer_get_type(layer.far_k->buffer));
+    if (dev == nullptr || ggml_backend_dev_type(dev) == GGML_BACKEND_DEVICE_TYPE_CPU) {
+        return true;
+    }
+    ggml_context_ptr ctx(ggml_init({ggml_tensor_overhead() * 16, nullptr, true}));
+    return ggml_backend_dev_supports_op(
+        dev, kvfold::probe_select(ctx.get(), int32_t(hparams.n_head(uint32_t(layer.il))), layer.n_head_kv,
+                                  layer.head_dim, cache.config.group, pool));
+}
+
 // Decides what each layer does. Throws when the settings do not fit the model.
 void set_modes(kvfold_cache & cache, const llama_hparams & hparams) {
+    using kvfold::LayerMode;
     if (cache.config.type != KVFOLD_TYPE_FP4_CSA2 || cache.config.lookup_max >= 1.0f) {
         return;
     }
@@ -40,42 +54,43 @@ void set_modes(kvfold_cache & cache, const llama_hparams & hparams) {
     for (const auto & layer : cache.layers) {
         numbers.push_back(layer.il);
     }
-    std::vector<kvfold::LayerMode> modes;
+    std::vector<LayerMode> modes;
     if (!kvfold::layer_modes(cache.config.layers, numbers, modes)) {
         throw std::runtime_error(kvfold_last_error());
     }
     int32_t chosen_heads = 0;  // of the layer whose choice may be taken over
+    bool    no_pools     = false;
     for (size_t i = 0; i < modes.size(); ++i) {
         const kvfold::CacheLayer & layer = cache.layers[i];
-        if (modes[i] == kvfold::LayerMode::reuse || modes[i] == kvfold::LayerMode::reindex) {
+        if (modes[i] == LayerMode::reuse || modes[i] == LayerMode::reindex) {
             if (layer.n_head_kv != chosen_heads) {
                 kvfold::fail(kvfold::message("kv_layers '%s': layer %d has %d KV heads and cannot use the choice of a "
                                              "layer with %d; possible there: dense, full, window",
                                              cache.config.layers, layer.il, layer.n_head_kv, chosen_heads));
                 throw std::runtime_error(kvfold_last_error());
             }
-        } else if (modes[i] == kvfold::LayerMode::full) {
+        } else if (modes[i] == LayerMode::full) {
             chosen_heads = layer.n_head_kv;
         }
-        ggml_backend_dev_t dev = ggml_backend_buft_get_device(ggml_backend_buffer_get_type(layer.far_k->buffer));
-        if (modes[i] != kvfold::LayerMode::dense && dev != nullptr &&
-            ggml_backend_dev_type(dev) != GGML_BACKEND_DEVICE_TYPE_CPU) {
-            ggml_context_ptr ctx(ggml_init({ggml_tensor_overhead() * 16, nullptr, true}));
-            if (!ggml_backend_dev_supports_op(
-                    dev, kvfold::probe_select(ctx.get(), int32_t(hparams.n_head(uint32_t(layer.il))), layer.n_head_kv,
-                                              layer.head_dim, cache.config.group))) {
-                LLAMA_LOG_WARN("kvfold: device %s cannot look up; decoding reads the whole cache\n",
-                               ggml_backend_dev_name(dev));
-                return;
-            }
+        if (modes[i] != LayerMode::dense && !device_selects(cache, layer, hparams, false)) {
+            LLAMA_LOG_WARN("kvfold: the device of layer %d cannot look up; decoding reads the whole cache\n", layer.il);
+            return;
         }
+        if (modes[i] == LayerMode::reindex && !device_selects(cache, layer, hparams, true)) {
+            no_pools = true;
+            modes[i] = LayerMode::full;
+        }
+    }
+    if (no_pools) {
+        LLAMA_LOG_WARN("kvfold: this device cannot choose from a pool; reindex layers choose from everything, as full "
+                       "layers do\n");
     }
     size_t last_full = 0;
     for (size_t i = 0; i < modes.size(); ++i) {
-        last_full = modes[i] == kvfold::LayerMode::full ? i : last_full;
-        cache.layers[last_full].makes_pool |= modes[i] == kvfold::LayerMode::reindex;
+        last_full = modes[i] == LayerMode::full ? i : last_full;
+        cache.layers[last_full].makes_pool |= modes[i] == LayerMode::reindex;
         cache.layers[i].mode = modes[i];
-        cache.looks_up       = cache.looks_up || modes[i] != kvfold::LayerMode::dense;
+        cache.looks_up       = cache.looks_up || modes[i] != LayerMode::dense;
     }
     cache.lookup_queries = std::min<uint32_t>(kvfold::kLookupQueries, uint32_t(std::max(1, cache.fused_queries)));
     cache.list_capacity  = kvfold::list_capacity(cache.config, cache.n_groups(), cache.n_seq_max);
@@ -177,7 +192,7 @@ void kvfold_access::attach(llama_kv_cache & kv) {
     std::map<ggml_backend_buffer_type_t, ggml_context_ptr, BuftLess> contexts;
 
     int32_t most_columns = 1;
-    bool    all_host     = true;
+    bool    all_host = true, one_device = true;
     for (size_t ikv = 0; ikv < kv.layers.size(); ++ikv) {
         const auto &       from = kv.layers[ikv];
         kvfold::CacheLayer layer{};
@@ -202,6 +217,9 @@ void kvfold_access::attach(llama_kv_cache & kv) {
         const int32_t columns = int32_t(kv.hparams.n_head(from.il)) / layer.n_head_kv;  // of one query
         most_columns          = std::max(most_columns, columns);
         all_host              = all_host && ggml_backend_buffer_is_host(from.k->buffer);
+        one_device            = one_device && !ggml_backend_buffer_is_host(from.k->buffer) &&
+                                buft == ggml_backend_buffer_get_type(kv.layers[0].k->buffer);
+        cache.final_il        = std::max(cache.final_il, layer.last_il);
         const auto tier       = kvfold::tier_layout(layer.n_head_kv, layer.head_dim, int32_t(cache.n_groups()),
                                                     int32_t(cache.near.n_rows()));
         layer.tier            = ggml_new_tensor_1d(ctx.get(), GGML_TYPE_I8, int64_t(tier.bytes));
@@ -241,6 +259,7 @@ void kvfold_access::attach(llama_kv_cache & kv) {
     // The device's decode kernel has 16 columns at most; the CPU rotates everything itself.
     cache.fused_queries  = all_host ? INT32_MAX : 16 / most_columns;
     cache.fused_rotation = all_host;
+    cache.one_device     = one_device;
     if (kv.attn_rot_k) {
         for (cache.rotation.k = 64; kv.n_embd_head_k_all % (2 * cache.rotation.k) == 0;) {
             cache.rotation.k *= 2;
@@ -408,11 +427,16 @@ void kvfold_access::announce(const llama_context & ctx) {
     if (ctx.get_model().hparams.no_alloc || !stats(ctx, s)) {
         return;  // a dry run allocates nothing worth a line
     }
-    const double      mib = 1024.0 * 1024.0;
-    const std::string line =
-        kvfold::message("kv %s: %.1f MiB, f16 would be %.1f (%.1f %%); near %.1f MiB; attention on %s",
-                        kvfold::type_name(s.config.type), double(s.bytes) / mib, double(s.f16_bytes) / mib,
-                        100.0 * double(s.bytes) / double(s.f16_bytes), double(s.near_bytes) / mib, s.backend);
+    const double mib = 1024.0 * 1024.0;
+    std::string  lookup;
+    if (const auto base = find_caches(ctx.get_memory()).base; base->kvfold->looks_up) {
+        lookup = kvfold::message("; beyond %d tokens decoding reads %.0f-%.0f %%", s.config.min_context,
+                                 100.0 * double(s.config.lookup_min), 100.0 * double(s.config.lookup_max));
+    }
+    const std::string line = kvfold::message(
+        "kv %s: %.1f MiB, f16 would be %.1f (%.1f %%); near %.1f MiB; attention on %s%s",
+        kvfold::type_name(s.config.type), double(s.bytes) / mib, double(s.f16_bytes) / mib,
+        100.0 * double(s.bytes) / double(s.f16_bytes), double(s.near_bytes) / mib, s.backend, lookup.c_str());
     if (kvfold_announcer announcer = g_announcer) {
         announcer(line.c_str());
     } else {

@@ -58,6 +58,9 @@ struct kvfold_cache {
     bool             fused_rotation = false;
     int32_t          fused_queries  = 0;  // a micro-batch of up to so many tokens does
 
+    bool    one_device = false;  // all layers are on the same one, which is not the CPU
+    int32_t final_il   = 0;      // the greatest last_il
+
     // Look-up. A layer that has no room for one is dense, so that all of them can be without `looks_up`.
     bool     looks_up       = false;
     uint32_t lookup_queries = 0;  // a micro-batch of up to so many tokens may

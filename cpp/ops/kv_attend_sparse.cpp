@@ -62,7 +62,8 @@ struct Shape {
 struct Tile {
     int32_t n;            // cells; the rest of the tile is empty
     bool    biased;       // a bias of a cell is not 0
-    int32_t cell[kTile];  // far cells only
+    int32_t cell[kTile];  // of far rows
+    int32_t group[kTile];
     int32_t src[kTile];   // as in ExactCell, or kSrcFar
     float   bias[kTile];  // mask entries; -inf for the empty rest
 };
@@ -122,9 +123,10 @@ class Gatherer {
                              blocks);
             }
         }
-        tile.cell[tile.n] = cell;
-        tile.src[tile.n]  = src;
-        tile.bias[tile.n] = bias;
+        tile.cell[tile.n]  = cell;
+        tile.group[tile.n] = src == kSrcFar ? groups_[group_] : -1;
+        tile.src[tile.n]   = src;
+        tile.bias[tile.n]  = bias;
         ++tile.n;
     }
 
@@ -160,8 +162,8 @@ struct TileReader {
             const int32_t src = tile.src[c];
             if (src == kSrcFar) {
                 const int64_t cell = tile.cell[c];
-                if (cell / mem.group != group) {
-                    group = cell / mem.group;
+                if (tile.group[c] != group) {
+                    group = tile.group[c];
                     write_row<DIM>(
                         FarRow{reinterpret_cast<const Fp4Block *>(mem.side) + (group * heads + head) * blocks}, summary,
                         16);

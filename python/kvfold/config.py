@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from . import layer_modes
+from . import layer_modes, layered_file
 
 _toml = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
 
@@ -269,9 +269,13 @@ class KvConfig:
     def from_mapping(cls, mapping: Mapping[str, Any]) -> KvConfig:
         """Build from a mapping. Names may leave the ``kv_`` prefix out; one table named ``kv`` is looked into.
 
+        Tables named ``kv_cache`` and ``csa2`` are understood too, see ``kvfold.layered_file``.
+
         Raises:
             ValueError: as ``from_kwargs``, and when a name is given twice or the table holds other things besides.
         """
+        if layered_file.is_layered(mapping):
+            return cls.from_kwargs(**layered_file.settings(mapping))
         if set(mapping) == {"kv"} and isinstance(mapping["kv"], Mapping):
             mapping = mapping["kv"]
         settings: dict[str, Any] = {}
