@@ -37,7 +37,9 @@ def type_name(kv: dict[str, Any]) -> str:
     """The type, with the settings that are not its defaults."""
     from ..config import KvConfig
 
-    defaults = KvConfig(kv["kv_type"]).to_dict()
+    # As they come back from a file, where tuples are lists.
+    defaults = json.loads(json.dumps(KvConfig(kv["kv_type"]).to_dict()))
+    kv = json.loads(json.dumps(kv))
     changed = [f"{k.removeprefix('kv_')}={v}" for k, v in kv.items() if v != defaults.get(k)]
     return " ".join([kv["kv_type"], *changed])
 
