@@ -177,7 +177,7 @@ def plot(stored: Stored, path: Path) -> None:
         matplotlib.use("Agg")
         pyplot: Any = importlib.import_module("matplotlib.pyplot")
     except ImportError:
-        raise ValueError("plots need matplotlib: pip install 'kvfold[tools]'") from None
+        raise ValueError("plots need matplotlib: pip install matplotlib") from None
     runs = [run for run in stored["runs"] if "error" not in run]
     if not runs:
         raise ValueError("no run has numbers to plot")
