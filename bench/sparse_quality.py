@@ -6,7 +6,11 @@ over the groups that a rule selects. Printed for every rule: the Kullback-Leible
 distribution to that of exact, dense attention, the ratio of perplexities, and the share of the true far attention mass
 that was read.
 
-    python bench/sparse_quality.py MODEL_F32.gguf TEXT --windows 2 --prefix 2048 --rules budget
+    sparse_quality.py study MODEL_F32.gguf TEXT --windows 2 --prefix 3840 --rules budget
+    sparse_quality.py runtime MODEL_F32.gguf TEXT --bin DIR [--sets budget group ...]
+
+study    rules beside the one that the cache implements, on the tokens after a prefix
+runtime  the cache itself: llama-perplexity in micro-batches of 8, which decode as far as the cache is concerned
 
 MODEL_F32.gguf must hold float32 weights (bench/dequantize_gguf.py makes it). Needs gguf and kvfold (for the codec and
 the tokenizer). Keys and values of the prefix are kept in --cache between runs.
@@ -16,6 +20,9 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import re
+import subprocess
+import tempfile
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -354,17 +361,7 @@ def rule_sets() -> dict[str, list[Rule]]:
     return sets
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path)
-    parser.add_argument("text", type=Path)
-    parser.add_argument("--prefix", type=int, default=3840)
-    parser.add_argument("--tokens", type=int, default=128, help="evaluated after each prefix; at most the near tier")
-    parser.add_argument("--windows", type=int, default=2)
-    parser.add_argument("--rules", nargs="+", default=["budget"], choices=list(rule_sets()))
-    parser.add_argument("--cache", type=Path, default=Path("/tmp/sparse_quality"))
-    options = parser.parse_args()
-
+def study(options: argparse.Namespace) -> None:
     from kvfold import _runtime
 
     core = _runtime.load()
@@ -431,6 +428,80 @@ def cached_prefix(model: Model, prefix: np.ndarray, folder: Path) -> tuple[np.nd
         np.savez(path, keys=keys, values=values)
     with np.load(path) as file:
         return file["keys"], file["values"]
+
+
+# --- the runtime ------------------------------------------------------------------------------------------------------
+
+#: Settings to compare. All look up from 512 tokens on, so that little of the text is read densely.
+RUNTIME_SETS: dict[str, list[dict[str, str]]] = {
+    "dense": [{}, {"type": "q4_0"}],
+    "budget": [{"lookup": share} for share in ("0.2", "0.15", "0.1")],
+    "threshold": [{"lookup": "0.1,0.2", "threshold": t} for t in ("0.05", "0.1", "0.2", "0.3")],
+    "group": [{"lookup": share, "group": m} for m in ("2", "8") for share in ("0.2", "0.1")],
+    "layers": [
+        {"lookup": "0.2", "layers": layers}
+        for layers in ("full", "dense*2,(full,reuse)*14", "dense*2,full,reindex", "dense*2,full,reuse")
+    ],
+    "least": [{"lookup": "0.2", "min-tokens": n} for n in ("512", "1024")],
+}
+NUMBERS = {
+    "KLD": r"Mean +KLD: +(\S+ ± +\S+)",
+    "PPL ratio": r"Mean PPL\(Q\)/PPL\(base\) +: +(\S+ ± +\S+)",
+    "same top token": r"Same top p: +(\S+) ",
+    "groups read": r"kv look-up: (\S+ %)",
+}
+
+
+def perplexity(options: argparse.Namespace, base: Path, *flags: str) -> str:
+    command = [str(options.bin / "llama-perplexity"), "-m", str(options.model), "-f", str(options.text), "-fa", "on"]
+    command += ["-c", str(options.context), "--chunks", "1", "-t", str(options.threads)]
+    command += ["--kl-divergence-base", str(base), *flags]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise SystemExit(f"{' '.join(command)} failed:\n{(done.stdout + done.stderr)[-2000:]}")
+    return done.stdout + done.stderr
+
+
+def runtime(options: argparse.Namespace) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        base = Path(folder) / "f16"
+        perplexity(options, base, "-b", "256", "-ub", "256")
+        print("| settings | " + " | ".join(NUMBERS) + " | seconds |\n|---|" + "---|" * (len(NUMBERS) + 1), flush=True)
+        for settings in (s for name in options.sets for s in RUNTIME_SETS[name]):
+            flags = ["--kv-type", settings.get("type", "fp4_csa2")]
+            if "lookup" in settings:
+                flags += ["--kv-min-context", "512"]
+            for name, value in settings.items():
+                if name != "type":
+                    flags += [f"--kv-{name}", value]
+            began = time.monotonic()
+            text = perplexity(options, base, "--kl-divergence", "-b", "8", "-ub", "8", *flags)
+            found = (re.search(pattern, text) for pattern in NUMBERS.values())
+            cells = [f.group(1) if f else "all" for f in found]
+            print(f"| {' '.join(flags[1:])} | {' | '.join(cells)} | {time.monotonic() - began:.0f} |", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True)
+    one = commands.add_parser("study")
+    one.add_argument("--prefix", type=int, default=3840)
+    one.add_argument("--tokens", type=int, default=128, help="evaluated after each prefix; at most the near tier")
+    one.add_argument("--windows", type=int, default=2)
+    one.add_argument("--rules", nargs="+", default=["budget"], choices=list(rule_sets()))
+    one.add_argument("--cache", type=Path, default=Path("sparse_quality_cache"))
+    one.set_defaults(run=study)
+    other = commands.add_parser("runtime")
+    other.add_argument("--bin", type=Path, required=True, help="folder of llama-perplexity")
+    other.add_argument("--context", type=int, default=4096)
+    other.add_argument("--threads", type=int, default=2)
+    other.add_argument("--sets", nargs="+", default=list(RUNTIME_SETS), choices=list(RUNTIME_SETS))
+    other.set_defaults(run=runtime)
+    for each in (one, other):
+        each.add_argument("model", type=Path)
+        each.add_argument("text", type=Path)
+    options = parser.parse_args()
+    options.run(options)
 
 
 if __name__ == "__main__":

@@ -422,6 +422,14 @@ std::atomic<kvfold_announcer> g_announcer{nullptr};
 
 void kvfold_set_announcer(kvfold_announcer announcer) { g_announcer = announcer; }
 
+void kvfold::say(const std::string & line) {
+    if (kvfold_announcer announcer = g_announcer) {
+        announcer(line.c_str());
+    } else {
+        LLAMA_LOG_INFO("%s\n", line.c_str());
+    }
+}
+
 void kvfold_access::announce(const llama_context & ctx) {
     kvfold_stats s;
     if (ctx.get_model().hparams.no_alloc || !stats(ctx, s)) {
@@ -437,11 +445,7 @@ void kvfold_access::announce(const llama_context & ctx) {
         "kv %s: %.1f MiB, f16 would be %.1f (%.1f %%); near %.1f MiB; attention on %s%s",
         kvfold::type_name(s.config.type), double(s.bytes) / mib, double(s.f16_bytes) / mib,
         100.0 * double(s.bytes) / double(s.f16_bytes), double(s.near_bytes) / mib, s.backend, lookup.c_str());
-    if (kvfold_announcer announcer = g_announcer) {
-        announcer(line.c_str());
-    } else {
-        LLAMA_LOG_INFO("%s\n", line.c_str());
-    }
+    kvfold::say(line);
 }
 
 bool kvfold_get_stats(const llama_context * ctx, kvfold_stats * stats) {

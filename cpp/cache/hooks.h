@@ -31,6 +31,13 @@ class kvfold_context_scope {
 };
 
 // Friend of llama_kv_cache: the hooks inside it.
+namespace kvfold {
+
+// Prints a line where the start-up line of contexts goes.
+void say(const std::string & line);
+
+}  // namespace kvfold
+
 struct kvfold_access {
     // First statement of the constructor: may change the row types (sliding windows), where rows live, and the number of cells.
     static void ctor_begin(llama_kv_cache & kv, ggml_type & type_k, ggml_type & type_v, bool & offload,

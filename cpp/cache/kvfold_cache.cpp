@@ -7,6 +7,7 @@
 
 #include "cache/cell_groups.h"
 #include "cache/graph_nodes.h"
+#include "cache/hooks.h"
 #include "llama-impl.h"
 
 namespace {
@@ -26,6 +27,13 @@ kvfold_cache::kvfold_cache(const kvfold_config & config, uint32_t n_ctx, uint32_
       near(near_config(config, n_seq_max), n_cells) {}
 
 kvfold_cache::~kvfold_cache() {
+    if (lookup_steps > 0) {
+        const Lookups seen = lookups();
+        kvfold::say(kvfold::message("kv look-up: %.1f %% of the folded groups read in %llu steps, %llu dense fallbacks",
+                                    100.0 * double(seen.read) / double(std::max<uint64_t>(1, seen.visible)),
+                                    static_cast<unsigned long long>(lookup_steps),
+                                    static_cast<unsigned long long>(dense_fallbacks)));
+    }
     std::lock_guard<std::mutex> lock(g_mutex);
     for (const auto & layer : layers) {
         g_layers.erase(layer.far_k);

@@ -119,7 +119,7 @@ KVFOLD_API bool kvfold_set_default(const struct kvfold_config * config);
 /* The configuration that a context made now by this thread would get; type NONE when there is none. */
 KVFOLD_API struct kvfold_config kvfold_active_config(void);
 
-/* Who prints the start-up line of a new kvfold context; NULL: llama.cpp's log, at info level. Process-wide. */
+/* Who prints the start-up line of a new kvfold context, and how much it looked up when it ends; NULL: llama.cpp's log, at info level. Process-wide. */
 typedef void (*kvfold_announcer)(const char * line);
 KVFOLD_API void kvfold_set_announcer(kvfold_announcer announcer);
 
