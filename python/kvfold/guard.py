@@ -49,6 +49,14 @@ def _describe(settings: Settings) -> str:
 def _check_gpus(header: GgufHeader, settings: Settings, devices: list[Device]) -> None:
     with Planner(header.path, devices) as planner:
         run = planner.measured(settings)
+    have = free_memory()
+    on_host = run.total("context", host=True) + run.total("compute", host=True)
+    if have is not None and on_host > have:
+        raise ValueError(
+            f"{_describe(settings)}, n_gpu_layers={settings.n_gpu_layers}: the layers on the CPU take "
+            f"{size_text(on_host)} for cache and compute buffers, this machine has {size_text(have)} free. "
+            f"{what_fits(header.path, settings)} ({_OVERRIDE})"
+        )
     for device in devices:
         need = sum(buffer.total for buffer in run.buffers if buffer.device == device.name and not buffer.host)
         spare = 1 - need / device.free if device.free else -1.0
