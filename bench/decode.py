@@ -1,11 +1,14 @@
 #!/usr/bin/env python3
-"""Decode and prefill speed by kv type and depth, interleaved, as a ratio to f16.
+"""Decode and prefill speed by kv type and depth, interleaved, as a ratio to the first type.
 
 usage: decode.py --bin DIR --model M.gguf|SHAPE [--types f16,q8_0,...] [--depths 0,8192] [--tokens 64] [--prompt 0]
                  [--rounds 3] [--json OUT.json] [-- options for llama-bench, e.g. -ngl 99 -t 2]
 
 SHAPE (see synth_gguf.py) makes a model of that shape with random weights in a temporary folder. Every round runs every
-type once at every depth, so that a change of the machine's speed meets all of them; the table shows medians.
+type once at every depth, so that a change of the machine's speed meets all of them; the table shows medians. A type may
+carry settings of its own: fp4_csa2/layers=dense, fp4/group=8.
+
+gpu_decode.py is the same for several shapes on a GPU, with the bytes that are read and the bandwidth.
 """
 
 from __future__ import annotations
@@ -17,20 +20,86 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import synth_gguf
 
+#: Tokens per second of every run, by type, depth and test ("tg": decode, "pp": prefill).
+Samples = dict[tuple[str, int, str], list[float]]
 
-def run(args: argparse.Namespace, model: str, kv_type: str, depth: int) -> dict[str, float]:
-    """Tokens per second of one llama-bench run: {"tg": ..., "pp": ...}."""
-    command = [str(Path(args.bin) / "llama-bench"), "-m", model, "-fa", "1", "-r", "1", "-d", str(depth)]
-    command += ["-n", str(args.tokens), "-p", str(args.prompt), "--kv-type", kv_type, "-o", "json", *args.options]
+
+def split_options(argv: list[str]) -> tuple[list[str], list[str]]:
+    """A command line before and after ``--``."""
+    at = argv.index("--") if "--" in argv else len(argv)
+    return argv[:at], argv[at + 1 :]
+
+
+def settings_of(kv_type: str) -> dict[str, str]:
+    """``fp4/group=8`` as ``{"type": "fp4", "group": "8"}``."""
+    name, *rest = kv_type.split("/")
+    settings = {"type": name}
+    for text in rest:
+        key, equals, value = text.partition("=")
+        if not (key and equals and value):
+            raise SystemExit(
+                f"kv type {kv_type!r}: {text!r} is no setting; possible: TYPE/key=value, as in fp4/group=8"
+            )
+        settings[key] = value
+    return settings
+
+
+def type_flags(kv_type: str) -> list[str]:
+    """``fp4/group=8`` as ``--kv-type fp4 --kv-group 8``."""
+    return [text for k, v in settings_of(kv_type).items() for text in (f"--kv-{k.replace('_', '-')}", v)]
+
+
+def execute(command: list[str]) -> subprocess.CompletedProcess[str]:
+    """Run a program of llama.cpp; its threads sleep while they wait, or other work would slow them down."""
     env = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0", **os.environ}
-    result = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
-    if result.returncode != 0:
-        raise SystemExit(f"{' '.join(command)}\n{result.stderr[-2000:]}")
-    return {("tg" if row["n_gen"] else "pp"): float(row["avg_ts"]) for row in json.loads(result.stdout)}
+    return subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+
+
+def failure(result: subprocess.CompletedProcess[str]) -> str:
+    """What to say about a program that failed."""
+    return f"{' '.join(result.args)}: exit status {result.returncode}\n{result.stderr[-2000:]}"
+
+
+def llama_bench(
+    folder: str, model: str, kv_type: str, depths: Iterable[int], tokens: int, prompt: int, options: list[str]
+) -> tuple[list[dict[str, Any]], str]:
+    """One llama-bench process: its rows, and what went wrong (empty: nothing).
+
+    The rows of depths that were measured before a failure are there.
+    """
+    command = [str(Path(folder) / "llama-bench"), "-m", model, "-fa", "1", "-r", "1"]
+    command += ["-d", ",".join(str(d) for d in depths), "-n", str(tokens), "-p", str(prompt)]
+    result = execute([*command, *type_flags(kv_type), "-o", "jsonl", *options])
+    rows = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{") and line.endswith("}")]
+    return rows, "" if result.returncode == 0 else failure(result)
+
+
+def add_samples(samples: Samples, kv_type: str, rows: list[dict[str, Any]]) -> None:
+    """Keep the speeds of llama-bench's rows and show them."""
+    for row in rows:
+        test, depth, speed = "tg" if row["n_gen"] else "pp", int(row["n_depth"]), float(row["avg_ts"])
+        samples.setdefault((kv_type, depth, test), []).append(speed)
+        print(f"{kv_type:9} depth {depth:6} {test} {speed:9.2f} t/s", file=sys.stderr, flush=True)
+
+
+def medians(samples: Samples) -> dict[tuple[str, int, str], float]:
+    return {key: statistics.median(values) for key, values in samples.items()}
+
+
+def markdown(head: list[str], rows: list[list[str]]) -> str:
+    """A table."""
+    return "\n".join("| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *rows])
+
+
+def sample_rows(samples: Samples) -> list[dict[str, Any]]:
+    """Samples for a JSON file."""
+    return [{"type": t, "depth": d, "test": test, "tps": speeds} for (t, d, test), speeds in samples.items()]
 
 
 def main() -> None:
@@ -43,43 +112,37 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=0)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json")
-    own = sys.argv[1:]
-    extra: list[str] = []
-    if "--" in own:
-        own, extra = own[: own.index("--")], own[own.index("--") + 1 :]
+    own, options = split_options(sys.argv[1:])
     args = parser.parse_args(own)
-    args.options = extra
 
     types = args.types.split(",")
     depths = [int(d) for d in args.depths.split(",")]
+    samples: Samples = {}
     with tempfile.TemporaryDirectory() as folder:
         model = args.model
         if model in synth_gguf.SHAPES:
             model = str(Path(folder) / f"{args.model}.gguf")
             synth_gguf.write(synth_gguf.SHAPES[args.model], model)
-        samples: dict[tuple[str, int, str], list[float]] = {}
         for _ in range(args.rounds):
             for depth in depths:
                 for kv_type in types:
-                    for test, speed in run(args, model, kv_type, depth).items():
-                        samples.setdefault((kv_type, depth, test), []).append(speed)
-                        print(f"{kv_type:9} depth {depth:6} {test} {speed:9.2f} t/s", file=sys.stderr, flush=True)
+                    rows, error = llama_bench(args.bin, model, kv_type, [depth], args.tokens, args.prompt, options)
+                    if error:
+                        raise SystemExit(error)
+                    add_samples(samples, kv_type, rows)
 
-    medians = {key: statistics.median(values) for key, values in samples.items()}
-    rows = []
-    print("| test | depth | " + " | ".join(types) + " |")
-    print("|---|---|" + "---|" * len(types))
-    for test in ("tg", "pp"):
+    middle = medians(samples)
+    table = []
+    for test, count in (("tg", args.tokens), ("pp", args.prompt)):
         for depth in depths:
-            if (types[0], depth, test) not in medians:
+            if (types[0], depth, test) not in middle:
                 continue
-            base = medians[types[0], depth, test]
-            cells = [f"{medians[t, depth, test]:.1f} ({medians[t, depth, test] / base:.2f})" for t in types]
-            count = args.tokens if test == "tg" else args.prompt
-            print(f"| {test}{count} | {depth} | " + " | ".join(cells) + " |")
-            rows += [{"type": t, "depth": depth, "test": test, "tps": samples[t, depth, test]} for t in types]
+            base = middle[types[0], depth, test]
+            cells = [f"{middle[t, depth, test]:.1f} ({middle[t, depth, test] / base:.2f})" for t in types]
+            table.append([f"{test}{count}", str(depth), *cells])
+    print(markdown(["test", "depth", *types], table))
     if args.json:
-        record = {"command": sys.argv, "model": args.model, "rows": rows}
+        record = {"command": sys.argv, "model": args.model, "rows": sample_rows(samples)}
         Path(args.json).write_text(json.dumps(record, indent=1))
 
 

@@ -17,6 +17,11 @@ import numpy as np
 
 
 class Shape(NamedTuple):
+    """Dimensions as published with the model.
+
+    ``window`` tokens are seen by all layers but every ``pattern``-th one (0: every layer sees the whole context).
+    """
+
     layers: int
     width: int
     heads: int
@@ -26,6 +31,12 @@ class Shape(NamedTuple):
     vocabulary: int
     arch: str
     rope_base: float
+    window: int = 0
+    pattern: int = 0
+
+    def sees_all(self, layer: int) -> bool:
+        """Whether a layer sees the whole context."""
+        return not self.window or layer % self.pattern == self.pattern - 1
 
 
 SHAPES = {
@@ -36,6 +47,7 @@ SHAPES = {
     "llama-8b": Shape(32, 4096, 32, 8, 128, 14336, 128256, "llama", 5e5),
     "qwen3-4b": Shape(36, 2560, 32, 8, 128, 9728, 151936, "qwen3", 1e6),
     "qwen3-8b": Shape(36, 4096, 32, 8, 128, 12288, 151936, "qwen3", 1e6),
+    "gemma3-4b": Shape(34, 2560, 8, 4, 256, 10240, 262144, "gemma3", 1e6, window=1024, pattern=6),
 }
 CONTEXT = 131072
 
@@ -56,6 +68,8 @@ def write(shape: Shape, path: str, seed: int = 0) -> None:
     writer.add_vocab_size(shape.vocabulary)
     writer.add_tokenizer_model("none")
     writer.add_file_type(2)
+    if shape.window:  # as in Gemma's own files, the pattern is llama.cpp's for the architecture
+        writer.add_sliding_window(shape.window)
 
     rng = np.random.default_rng(seed)
     pool = rng.integers(0, 256, size=(1 << 20, 18), dtype=np.uint8)  # Q4_0 blocks: f16 scale, 16 bytes
@@ -70,13 +84,17 @@ def write(shape: Shape, path: str, seed: int = 0) -> None:
         writer.add_tensor(name, np.ones(size, np.float32))
 
     q4("token_embd.weight", shape.vocabulary, shape.width)
-    q4("output.weight", shape.vocabulary, shape.width)
+    if shape.arch != "gemma3":  # its files have none: the embeddings serve for the output too
+        q4("output.weight", shape.vocabulary, shape.width)
     ones("output_norm.weight", shape.width)
     for i in range(shape.layers):
         block = f"blk.{i}."
         ones(block + "attn_norm.weight", shape.width)
         ones(block + "ffn_norm.weight", shape.width)
-        if shape.arch == "qwen3":
+        if shape.arch == "gemma3":
+            ones(block + "post_attention_norm.weight", shape.width)
+            ones(block + "post_ffw_norm.weight", shape.width)
+        if shape.arch in ("qwen3", "gemma3"):
             ones(block + "attn_q_norm.weight", shape.head)
             ones(block + "attn_k_norm.weight", shape.head)
         q4(block + "attn_q.weight", shape.heads * shape.head, shape.width)
