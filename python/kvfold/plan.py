@@ -201,14 +201,9 @@ class _Chooser:
 
     def __init__(self, planner: Planner, wishes: Wishes, budget: Budget, imagined_gpu: bool) -> None:
         self.planner, self.wishes, self.budget, self.imagined = planner, wishes, budget, imagined_gpu
-        gpu_layers = wishes.n_gpu_layers
-        if budget.gpu is None:
-            gpu_layers = 0
-        elif gpu_layers is None or gpu_layers < 0 or gpu_layers > planner.all_layers:
-            gpu_layers = (
-                planner.all_layers if gpu_layers is None or gpu_layers < 0 else min(gpu_layers, planner.all_layers)
-            )
-        self.gpu_layers = gpu_layers
+        wanted = wishes.n_gpu_layers
+        gpu_layers = planner.all_layers if wanted is None or wanted < 0 else min(wanted, planner.all_layers)
+        self.gpu_layers = gpu_layers if budget.gpu is not None else 0
         self.spare = HEADROOM
 
     def settings(self, config: KvConfig, n_ctx: int, n_gpu_layers: int, n_ubatch: int | None = None) -> Settings:
