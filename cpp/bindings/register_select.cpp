@@ -122,7 +122,7 @@ void register_select(py::module_ & m) {
     m.def("kv_select", &select, arg("far_k"), arg("far_v"), arg("side"), arg("near_k"), arg("near_v"), arg("cell_src"),
           arg("q"), arg("mask") = py::none(), arg("pool") = py::none(), py::kw_only(), arg("group"), arg("scale"),
           arg("softcap") = 0.0f, arg("rotation") = RotationSizes(0, 0),
-          arg("lookup") = std::pair<float, float>(0.1f, 0.2f), arg("threshold") = 0.3f, arg("min_tokens") = 0,
+          arg("lookup") = std::pair<float, float>(0.1f, 0.2f), arg("threshold") = 0.1f, arg("min_tokens") = 0,
           arg("capacity") = py::none(), arg("new_pool_capacity") = 0, arg("n_threads") = 1,
           R"(Choose the groups of the far tier that a decode step reads.
 

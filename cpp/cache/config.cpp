@@ -17,7 +17,7 @@ namespace {
 // Look-up defaults (bench/sparse_quality.py). Longer contexts only: short ones are read in no time.
 constexpr float   kLookupMin   = 0.1f;
 constexpr float   kLookupMax   = 0.2f;
-constexpr float   kThreshold   = 0.3f;
+constexpr float   kThreshold   = 0.1f;
 constexpr int32_t kMinTokens   = 256;
 constexpr int32_t kMinContext  = 4096;
 constexpr int32_t kDenseLayers = 2;  // first layers of a model: little to read, much to lose

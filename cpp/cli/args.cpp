@@ -54,7 +54,7 @@ void kvfold_add_args(std::vector<common_arg> & options) {
             [](common_params &, const std::string & value) { kvfold::set_kv_option("kv_lookup", value); }));
         options.push_back(
             option("--kv-threshold", "X",
-                   "fp4_csa2: share of the attention that may stay unread between MIN and MAX (default: 0.3)",
+                   "fp4_csa2: share of the attention that may stay unread between MIN and MAX (default: 0.1)",
                    "LLAMA_ARG_KV_THRESHOLD",
                    [](common_params &, const std::string & value) { kvfold::set_kv_option("kv_threshold", value); }));
         options.push_back(

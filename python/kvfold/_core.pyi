@@ -130,7 +130,7 @@ def kv_select(
     softcap: float = 0.0,
     rotation: tuple[int, int] = (0, 0),
     lookup: tuple[float, float] = (0.1, 0.2),
-    threshold: float = 0.3,
+    threshold: float = 0.1,
     min_tokens: int = 0,
     capacity: int | None = None,
     new_pool_capacity: int = 0,

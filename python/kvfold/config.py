@@ -64,7 +64,7 @@ DEFAULT_SWA_TYPE = "f16"
 #: Look-up: which part of the folded rows decoding reads, for the types that can.
 LOOKUP_TYPES = ("fp4_csa2",)
 DEFAULT_LOOKUP = (0.1, 0.2)
-DEFAULT_THRESHOLD = 0.3
+DEFAULT_THRESHOLD = 0.1
 DEFAULT_MIN_TOKENS = 256
 DEFAULT_MIN_CONTEXT = 4096
 _MAX_MIN_TOKENS = 65535

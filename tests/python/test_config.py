@@ -16,7 +16,7 @@ from kvfold.config import GROUPS, LATER_SETTINGS, UPSTREAM_TYPES
 def test_defaults(kv_type: str, group: int) -> None:
     look_up = {
         "kv_lookup": (0.1, 0.2),
-        "kv_threshold": 0.3,
+        "kv_threshold": 0.1,
         "kv_min_tokens": 256,
         "kv_min_context": 4096,
         "kv_layers": "auto",

@@ -72,7 +72,7 @@ def add_kv_options(parser: argparse.ArgumentParser, default: str | None) -> None
         "--kv-threshold",
         type=float,
         metavar="X",
-        help="fp4_csa2: share of the attention that may stay unread between MIN and MAX (default: 0.3)",
+        help="fp4_csa2: share of the attention that may stay unread between MIN and MAX (default: 0.1)",
     )
     group.add_argument(
         "--kv-min-tokens", type=int, metavar="N", help="fp4_csa2: folded tokens read at least (default: 256)"
