@@ -243,8 +243,8 @@ def _serve(arguments: argparse.Namespace) -> None:
     for option, value in (("-ngl", gpu_layers), ("-b", filled["n_batch"]), ("-ub", filled["n_ubatch"])):
         if value:
             command += [option, str(value)]
-    for name, value in config.to_dict().items():
-        command += ["--" + name.replace("_", "-"), str(value)]
+    for name, value in config.to_text().items():
+        command += ["--" + name.replace("_", "-"), value]
     sys.argv = ["llama-server", *command, *arguments.rest]
     _launch.server()
 

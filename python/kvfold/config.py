@@ -251,6 +251,13 @@ class KvConfig:
         named = {_SETTING_OF_FIELD[f.name]: getattr(self, f.name) for f in fields(self)}
         return {name: value for name, value in named.items() if value is not None}
 
+    def to_text(self) -> dict[str, str]:
+        """The settings as the flags of the command line tools take them."""
+        return {
+            name: ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+            for name, value in self.to_dict().items()
+        }
+
     @classmethod
     def from_kwargs(cls, **settings: Any) -> KvConfig:
         """Build from ``kv_*`` keyword arguments; ``None`` means default.
@@ -340,7 +347,7 @@ class KvConfig:
             del base["kv_group"]
         if retyped and base["kv_type"] not in LOOKUP_TYPES:
             defaults = type(self)(self.kv_type).to_dict()
-            for name in _LOOKUP_SETTINGS:
+            for name in LOOKUP_SETTINGS:
                 if settings.get(name) is None and base.get(name) == defaults.get(name):
                     base.pop(name, None)
         return type(self).from_kwargs(**base)
@@ -358,7 +365,8 @@ _FIELD_OF_SETTING = {
     "kv_min_context": "min_context",
     "kv_layers": "layers",
 }
-_LOOKUP_SETTINGS = ("kv_lookup", "kv_threshold", "kv_min_tokens", "kv_min_context", "kv_layers")
+#: Settings that decide what is read, not what is stored.
+LOOKUP_SETTINGS = ("kv_lookup", "kv_threshold", "kv_min_tokens", "kv_min_context", "kv_layers")
 _SETTING_OF_FIELD = {field: setting for setting, field in _FIELD_OF_SETTING.items()}
 
 

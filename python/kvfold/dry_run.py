@@ -48,9 +48,7 @@ class Measured:
 
 def scope_settings(config: KvConfig) -> dict[str, Any]:
     """A folding config in the words of the compiled module."""
-    settings = {name.removeprefix("kv_"): value for name, value in config.to_dict().items() if name != "kv_type"}
-    if "lookup" in settings:
-        settings["lookup"] = ",".join(map(str, settings["lookup"]))
+    settings = {name.removeprefix("kv_"): value for name, value in config.to_text().items() if name != "kv_type"}
     return {"kv_type": config.kv_type, **settings}
 
 

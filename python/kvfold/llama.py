@@ -18,7 +18,15 @@ from typing import Any
 import numpy as np
 
 from . import _runtime
-from .config import FOREIGN_SETTINGS, GROUPS, QUANTIZED_TYPES, UPSTREAM_TYPES, KvConfig, check_setting_name
+from .config import (
+    FOREIGN_SETTINGS,
+    GROUPS,
+    LOOKUP_SETTINGS,
+    QUANTIZED_TYPES,
+    UPSTREAM_TYPES,
+    KvConfig,
+    check_setting_name,
+)
 from .dry_run import scope_settings
 from .gguf_header import GgufHeader, read_gguf_header
 from .guard import check_free_memory
@@ -57,7 +65,7 @@ class LlamaKvState(llama_cpp.LlamaState):
     """A saved state that knows what it was saved from, so that it is never loaded into something else.
 
     Attributes:
-        kv: the cache settings, as ``KvConfig.to_dict`` gives them.
+        kv: the cache settings, as ``KvConfig.to_dict`` gives them, without those of look-ups.
         model: what identifies the model.
         digest: hash of ``llama_state``.
     """
@@ -431,7 +439,8 @@ class Llama(llama_cpp.Llama):
 
     def _cache_identity(self) -> dict[str, Any]:
         if self.kv_config is not None and self.kv_config.folds:
-            return self.kv_config.to_dict()
+            settings = self.kv_config.to_dict()
+            return {name: value for name, value in settings.items() if name not in LOOKUP_SETTINGS}
         return {"kv_type": self._upstream_type_name()}
 
     def _upstream_type_name(self) -> str:

@@ -146,6 +146,12 @@ def test_runtime_names_bad_look_up_settings(core, settings: dict[str, Any], name
     core.check_config({"kv_type": "fp4_csa2", "lookup": "0.05,0.5", "threshold": 1, "min_tokens": 0, "min_context": 0})
 
 
+def test_text_is_what_flags_take(core) -> None:
+    text = KvConfig("fp4_csa2", lookup=(0.05, 0.25), layers="full").to_text()
+    assert text["kv_lookup"] == "0.05,0.25" and text["kv_group"] == "4" and text["kv_layers"] == "full"
+    core.check_config(text)
+
+
 def test_another_type_drops_look_up_defaults_only() -> None:
     assert KvConfig("fp4_csa2").merged(kv_type="fp4").kv_type == "fp4"
     with pytest.raises(ValueError, match="kv_min_tokens=512"):
