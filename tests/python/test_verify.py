@@ -12,7 +12,7 @@ import pytest
 from kvfold import cli
 from kvfold.config import KvConfig
 from kvfold.progress import Progress
-from kvfold.verify.report import Job, Result, Thresholds, bundled_text, verify
+from kvfold.verify.report import Job, Result, Thresholds, bundled_text, judge_needles, verify
 from kvfold.verify.scoring import divergence, log_softmax
 
 QUIET = Progress(quiet=True)
@@ -106,6 +106,19 @@ def test_verdicts_follow_the_limits() -> None:
     result.check("b", 1.1, 1.0)
     assert not result.passed
     assert result.to_dict()["checks"][1] == {"name": "b", "value": 1.1, "limit": 1.0, "passed": False}
+
+
+def test_one_undecided_fact_is_no_failure() -> None:
+    def facts(lost: int, more: float) -> list[dict[str, Any]]:
+        return [
+            {"found": i >= lost, "found_f16": True, "loss": 0.3 + more, "loss_f16": 0.3, "n_ctx": 1024, "depth": 0.5}
+            for i in range(10)
+        ]
+
+    for lost, more, passed in ((0, 0.0, True), (1, 0.05, True), (2, 0.0, False), (0, 0.2, False)):
+        result = Result(_setup(Path("m.gguf"), KvConfig("fp4")))
+        judge_needles(result, facts(lost, more), Thresholds())
+        assert result.passed is passed, (lost, more)
 
 
 def test_command(talking_tiny: Path, capsys: Any, tmp_path: Path) -> None:
