@@ -26,8 +26,8 @@ class Thresholds:
         kld: mean divergence from f16 in nats, over text. Products with quantised weights round activations, which alone
             makes up to about 0.005 of it; a plain 4-bit cache is at 0.05.
         ratio: perplexity, as a ratio to f16's.
-        lost: share of the facts f16 finds that the type may lose; one is always allowed, since anything tips a model that
-            is undecided.
+        lost: share of the facts f16 finds that the type may lose; one is always allowed, since anything tips a model
+            that is undecided.
         needle_loss: mean loss of the answers beyond f16's, in nats.
         coherence_kld: mean divergence over the last quarter of a continuation.
         repetition: share of repeated runs in a continuation beyond f16's. Where greedy texts part, how often each
