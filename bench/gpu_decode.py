@@ -51,8 +51,8 @@ BLOCKS = {"f16": (1, 2), "bf16": (1, 2), "q8_0": (32, 34), "q5_0": (32, 22), "q4
 FOLDED = (64, 36)
 GROUPS = {"fp4": 32, "fp4_csa2": 4}
 TAIL, SINKS, WINDOW_TYPE = 128, 4, "f16"  # defaults of kv_tail, kv_sinks and kv_swa_type
-# Look-up (fp4_csa2): the first layers stay dense; defaults of kv_lookup, kv_min_tokens and kv_min_context.
-DENSE_LAYERS, LOOKUP, MIN_TOKENS, MIN_CONTEXT = 2, 0.2, 256, 4096
+# Look-up (fp4_csa2): the first layers stay dense; defaults of kv_lookup, kv_min_tokens and, on a GPU, kv_min_context.
+DENSE_LAYERS, LOOKUP, MIN_TOKENS, MIN_CONTEXT = 2, 0.2, 256, 131072
 
 
 def row_bytes(block: tuple[int, int], values: int) -> int:

@@ -14,12 +14,11 @@ namespace kvfold {
 
 namespace {
 
-// Look-up defaults (bench/sparse_quality.py). Longer contexts only: short ones are read in no time.
+// Look-up defaults (bench/sparse_quality.py).
 constexpr float   kLookupMin   = 0.1f;
 constexpr float   kLookupMax   = 0.2f;
 constexpr float   kThreshold   = 0.1f;
 constexpr int32_t kMinTokens   = 256;
-constexpr int32_t kMinContext  = 4096;
 constexpr int32_t kDenseLayers = 2;  // first layers of a model: little to read, much to lose
 
 thread_local std::string                t_last_error;
@@ -191,9 +190,8 @@ kvfold_config resolve(kvfold_config config) {
             config.lookup_min = kLookupMin;
             config.lookup_max = kLookupMax;
         }
-        config.threshold   = config.threshold < 0.0f ? kThreshold : config.threshold;
-        config.min_tokens  = config.min_tokens < 0 ? kMinTokens : config.min_tokens;
-        config.min_context = config.min_context < 0 ? kMinContext : config.min_context;
+        config.threshold  = config.threshold < 0.0f ? kThreshold : config.threshold;
+        config.min_tokens = config.min_tokens < 0 ? kMinTokens : config.min_tokens;
     }
     return config;
 }

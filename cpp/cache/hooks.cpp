@@ -119,7 +119,7 @@ bool looks_up(kvfold_cache & cache, const llama_kv_cells & cells, const llama_kv
         return false;
     }
     const auto far    = kvfold::count_far(cache.plan.far_bits, cache.group());
-    const auto enough = uint32_t(cache.config.min_context);
+    const auto enough = uint32_t(cache.min_context);
     if (far.tokens == 0 || far.tokens < enough || longest(cells, seqs, cache.n_seq_max) < enough) {
         return false;
     }
@@ -265,7 +265,10 @@ void kvfold_access::attach(llama_kv_cache & kv) {
             cache.rotation.k *= 2;
         }
     }
-    cache.rotation.v = kv.attn_rot_v ? 64 : 0;
+    cache.rotation.v  = kv.attn_rot_v ? 64 : 0;
+    cache.min_context = cache.config.min_context >= 0 ? cache.config.min_context
+                        : all_host                    ? kvfold::kMinContextCpu
+                                                      : kvfold::kMinContextGpu;
     set_modes(cache, kv.hparams);
 
     cache.fingerprint = kvfold::model_fingerprint(kv.model);
@@ -375,8 +378,11 @@ bool kvfold_access::stats(const llama_context & ctx, kvfold_stats & out) {
     const kvfold_cache &   cache = *found.base->kvfold;
     const llama_kv_cells & cells = found.base->v_cells[0];
 
-    out            = {};
-    out.config     = cache.config;
+    out        = {};
+    out.config = cache.config;
+    if (cache.config.type == KVFOLD_TYPE_FP4_CSA2) {
+        out.config.min_context = cache.min_context;
+    }
     out.far_bytes  = cache.far_bytes;
     out.side_bytes = cache.side_bytes;
     out.near_bytes = cache.near_bytes;

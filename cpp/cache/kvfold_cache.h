@@ -63,6 +63,7 @@ struct kvfold_cache {
 
     // Look-up. A layer that has no room for one is dense, so that all of them can be without `looks_up`.
     bool     looks_up       = false;
+    int32_t  min_context    = 0;  // shorter sequences are read whole
     uint32_t lookup_queries = 0;  // a micro-batch of up to so many tokens may
     int32_t  list_capacity  = 0;  // groups
     int32_t  pool_capacity  = 0;

@@ -9,7 +9,12 @@
 namespace kvfold {
 
 constexpr uint32_t kLookupQueries = 16;  // tokens of a micro-batch that looks up, at most: it is a means for decoding
-constexpr int32_t  kPoolTokens    = 16384;  // what reindex layers choose from
+// From where on looking up is faster than reading everything, by where the cache is: a GPU reads so fast that scores and
+// lists only pay in very long contexts. The default of kvfold_config::min_context.
+constexpr int32_t kMinContextCpu = 4096;
+constexpr int32_t kMinContextGpu = 131072;
+
+constexpr int32_t kPoolTokens = 16384;  // what reindex layers choose from
 
 struct FarCount {
     uint32_t tokens;

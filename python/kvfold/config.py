@@ -66,7 +66,8 @@ LOOKUP_TYPES = ("fp4_csa2",)
 DEFAULT_LOOKUP = (0.1, 0.2)
 DEFAULT_THRESHOLD = 0.1
 DEFAULT_MIN_TOKENS = 256
-DEFAULT_MIN_CONTEXT = 4096
+#: The default of kv_min_context, which the runtime chooses by where the cache is: on the CPU, with layers on a GPU.
+DEFAULT_MIN_CONTEXTS = (4096, 131072)
 _MAX_MIN_TOKENS = 65535
 
 # The C side keeps these as 32-bit signed numbers.
@@ -165,7 +166,8 @@ class KvConfig:
             (``kv_lookup``); 1 reads everything.
         threshold: share of the estimated attention that may stay unread between those (``kv_threshold``).
         min_tokens: folded tokens that are read at least (``kv_min_tokens``).
-        min_context: sequences with fewer tokens are read whole (``kv_min_context``).
+        min_context: sequences with fewer tokens are read whole (``kv_min_context``). ``None`` stays: the runtime takes
+            4096, or 131072 with layers on a GPU.
         layers: what each layer does, see ``kvfold.layer_modes`` (``kv_layers``).
 
     Raises:
@@ -211,14 +213,14 @@ class KvConfig:
     def _set_lookup(self) -> None:
         threshold = DEFAULT_THRESHOLD if self.threshold is None else self.threshold
         min_tokens = DEFAULT_MIN_TOKENS if self.min_tokens is None else self.min_tokens
-        min_context = DEFAULT_MIN_CONTEXT if self.min_context is None else self.min_context
         layers = layer_modes.AUTO if self.layers is None else self.layers
         self._set("lookup", _lookup(DEFAULT_LOOKUP if self.lookup is None else self.lookup))
         self._set("threshold", _share("kv_threshold", threshold))
         self._set("min_tokens", _whole_number("kv_min_tokens", min_tokens, 0, what="tokens"))
         if int(self.min_tokens or 0) > _MAX_MIN_TOKENS:
             raise ValueError(f"kv_min_tokens={min_tokens!r}: must be {_MAX_MIN_TOKENS} or fewer tokens")
-        self._set("min_context", _whole_number("kv_min_context", min_context, 0, what="tokens"))
+        if self.min_context is not None:
+            self._set("min_context", _whole_number("kv_min_context", self.min_context, 0, what="tokens"))
         if not isinstance(layers, str):
             raise ValueError(f"kv_layers={layers!r}: must be a text such as 'auto' or 'dense*2,full'")
         layer_modes.expand(layers)

@@ -121,7 +121,7 @@ class Llama(llama_cpp.Llama):
             ``(smallest, largest)``, default (0.1, 0.2); 1 reads everything.
         kv_threshold: share of the estimated attention that may stay unread between those, default 0.1.
         kv_min_tokens: folded tokens that are read at least, default 256.
-        kv_min_context: sequences with fewer tokens are read whole, default 4096.
+        kv_min_context: sequences with fewer tokens are read whole, default 4096, or 131072 with layers on a GPU.
         kv_layers: what each layer does, default ``auto`` (see ``kvfold.layer_modes``).
         preset: ``8gb-32k``, ``8gb-64k``, ``12gb-64k`` or ``cpu-32k``: context, kv type, GPU layers and batch sizes for
             such a machine; what is given explicitly wins.

@@ -89,6 +89,11 @@ def test_short_contexts_are_read_whole(looking) -> None:
     assert context.stats()["dense_fallbacks"] == 0, "a short context is no fallback"
 
 
+def test_default_smallest_context_of_the_cpu(open_context) -> None:
+    assert open_context("fp4_csa2").stats()["min_context"] == 4096
+    assert open_context("fp4_csa2", settings={"min_context": 0}).stats()["min_context"] == 0
+
+
 def test_only_decoding_looks_up(looking) -> None:
     context = looking(lookup="0.2")
     context.feed(TOKENS[:204], chunk=17)

@@ -18,7 +18,6 @@ def test_defaults(kv_type: str, group: int) -> None:
         "kv_lookup": (0.1, 0.2),
         "kv_threshold": 0.1,
         "kv_min_tokens": 256,
-        "kv_min_context": 4096,
         "kv_layers": "auto",
     }
     assert KvConfig(kv_type).to_dict() == {

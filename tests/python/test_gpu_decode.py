@@ -44,11 +44,12 @@ def test_look_up_reads_all_summaries_and_a_fifth_of_the_rows() -> None:
     dense = 65404 * 2 * 576 + 16351 * 576 + 132 * 2 * 2048
     chosen = 13080  # a fifth of 65404 rows
     layer = 132 * 2 * 2048 + 16351 * (576 + 16) + chosen * 2 * 576 + chosen // 4 * 576
-    assert gpu_decode.kv_bytes(LLAMA_8B, "fp4_csa2", CELLS) == 2 * dense + 30 * layer
-    # Too short to look up.
-    assert gpu_decode.kv_bytes(LLAMA_8B, "fp4_csa2", 2048) == gpu_decode.kv_bytes(
-        LLAMA_8B, "fp4_csa2/layers=dense", 2048
-    )
+    assert gpu_decode.kv_bytes(LLAMA_8B, "fp4_csa2/min_context=4096", CELLS) == 2 * dense + 30 * layer
+    # Too short to look up, by the default and by the setting.
+    for kv_type, cells in (("fp4_csa2", CELLS), ("fp4_csa2/min_context=4096", 2048)):
+        assert gpu_decode.kv_bytes(LLAMA_8B, kv_type, cells) == gpu_decode.kv_bytes(
+            LLAMA_8B, "fp4_csa2/layers=dense", cells
+        )
 
 
 def test_everything_is_exact_while_it_is_near() -> None:
