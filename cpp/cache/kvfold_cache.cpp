@@ -55,6 +55,38 @@ kvfold_cache::Lookups kvfold_cache::lookups() const {
     return sum;
 }
 
+std::string kvfold_cache::metrics() {
+    std::lock_guard<std::mutex>              lock(g_mutex);
+    std::unordered_set<const kvfold_cache *> caches;
+    for (const auto & [tensor, place] : g_layers) {
+        caches.insert(place.first);
+    }
+    if (caches.empty()) {
+        return "";
+    }
+    uint64_t folded = 0, visible = 0, read = 0, steps = 0, fallbacks = 0;
+    for (const kvfold_cache * cache : caches) {
+        const Lookups seen = cache->lookups();
+        folded += cache->folded_tokens;
+        visible += seen.visible;
+        read += seen.read;
+        steps += cache->lookup_steps;
+        fallbacks += cache->dense_fallbacks;
+    }
+    std::string text;
+    const auto  counter = [&text](const char * name, const char * help, uint64_t value) {
+        const std::string full = std::string("kvfold:") + name;
+        text += "# HELP " + full + " " + help + "\n# TYPE " + full + " counter\n" + full + " " + std::to_string(value) +
+                "\n";
+    };
+    counter("folded_tokens_total", "Tokens whose rows were folded to FP4", folded);
+    counter("lookup_groups_visible_total", "Folded groups that look-ups saw, by layer and KV head", visible);
+    counter("lookup_groups_read_total", "Folded groups that look-ups read", read);
+    counter("lookup_steps_total", "Decode steps that looked up", steps);
+    counter("dense_fallbacks_total", "Decode steps that read everything although they were to look up", fallbacks);
+    return text;
+}
+
 void kvfold_cache::publish() {
     std::lock_guard<std::mutex> lock(g_mutex);
     for (size_t i = 0; i < layers.size(); ++i) {
@@ -104,4 +136,10 @@ void kvfold_cache::repair(const llama_kv_cells & cells, const std::vector<uint32
         }
     }
     plan.n_groups = 0;
+}
+
+const char * kvfold_metrics(void) {
+    thread_local std::string text;
+    text = kvfold_cache::metrics();
+    return text.c_str();
 }

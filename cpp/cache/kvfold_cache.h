@@ -89,6 +89,9 @@ struct kvfold_cache {
     };
     Lookups lookups() const;
 
+    // kvfold_metrics()
+    static std::string metrics();
+
     // Finishes the folds of `plan` in layers that an aborted graph did not reach. After an abort the micro-batch's tokens are
     // removed, so its cells are empty now or among `reused`, the cells of the next micro-batch.
     void repair(const llama_kv_cells & cells, const std::vector<uint32_t> & reused);

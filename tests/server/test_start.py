@@ -35,6 +35,29 @@ def test_settings_from_the_environment(core: object, smollm2_path: Path, tmp_pat
         assert server.stop() >= 0
 
 
+def test_metrics_show_look_ups(core: object, smollm2_path: Path, tmp_path: Path) -> None:
+    """And the start-up line says from where on and how much."""
+    arguments = ["-m", str(smollm2_path), "-c", "1024", "-np", "1", "--metrics", "--kv-type", "fp4_csa2"]
+    arguments += ["--kv-min-context", "64", "--kv-min-tokens", "0", "--kv-lookup", "0.25"]
+    server = Server(tmp_path, *arguments)
+    try:
+        server.wait_ready()
+        server.complete("One, two, three, " * 80, 8, cache_prompt=False)
+        status, text = server.request("GET", "/metrics")
+        assert status == 200
+        values = {
+            k: float(v) for k, _, v in (x.partition(" ") for x in text.decode().splitlines() if x.startswith("kvfold:"))
+        }
+        assert "beyond 64 tokens decoding reads 25-25 %" in server.log
+    finally:
+        assert server.stop() >= 0
+    assert values["kvfold:lookup_steps_total"] == 7, "the first of 8 tokens comes from the prompt"
+    assert values["kvfold:dense_fallbacks_total"] == 0
+    share = values["kvfold:lookup_groups_read_total"] / values["kvfold:lookup_groups_visible_total"]
+    assert 0.25 <= share < 0.27
+    assert "kv look-up: 2" in server.log and "of the folded groups read in 7 steps" in server.log
+
+
 def fails(*arguments: str) -> str:
     """Output of a start that must fail with exit code 1 (a signal would be negative)."""
     result = subprocess.run([str(program()), *arguments], capture_output=True, text=True, timeout=120)
@@ -49,6 +72,9 @@ def fails(*arguments: str) -> str:
         (["--kv-type", "fp4_csa2", "--kv-tail", "0"], ["tail", "0"]),
         (["--kv-type", "fp4_csa2", "--kv-tail", "-3"], ["tail", "-3"]),
         (["--kv-type", "fp4_csa2", "--kv-group", "3"], ["group", "3"]),
+        (["--kv-type", "fp4_csa2", "--kv-lookup", "0.3,0.2"], ["kv_lookup", "0.3,0.2"]),
+        (["--kv-type", "fp4_csa2", "--kv-layers", "reuse"], ["kv_layers", "reuse"]),
+        (["--kv-type", "fp4", "--kv-threshold", "0.2"], ["kv_threshold", "fp4_csa2"]),
         (["--kv-type", "fp4_csa2", "--kv-sinks", "-1"], ["sinks", "-1"]),
         (["--kv-type", "fp4", "--kv-swa-type", "q4_0"], ["swa", "q4_0"]),
         (["--kv-type", "fp4", "-fa", "off"], ["flash"]),

@@ -126,6 +126,10 @@ KVFOLD_API void kvfold_set_announcer(kvfold_announcer announcer);
 /* False when the context has no kvfold cache. */
 KVFOLD_API bool kvfold_get_stats(const struct llama_context * ctx, struct kvfold_stats * stats);
 
+/* What all kvfold caches of this process did, as metrics in Prometheus' text format; empty without one. Valid until the next
+ * call on this thread. */
+KVFOLD_API const char * kvfold_metrics(void);
+
 #ifdef __cplusplus
 }
 #endif
