@@ -34,6 +34,7 @@ class Traits : public ggml::cpu::tensor_traits {
             size += kv_fold_scratch(fold_args(op), n_threads);
             return true;
         case NodeOp::store:
+        case NodeOp::store_batched:
             return true;
         }
         return false;
@@ -63,7 +64,8 @@ class Traits : public ggml::cpu::tensor_traits {
         case NodeOp::fold:
             kv_fold(real_folds(op), t);
             return true;
-        case NodeOp::store: {
+        case NodeOp::store:
+        case NodeOp::store_batched: {
             const StoreArgs a = store_args(op);
             kv_store(a, t);
             if (t.ith == 0) {

@@ -1,5 +1,7 @@
 #include "ops/cuda_backend.h"
 
+#include <vector>
+
 #include "common.cuh"
 #include "ops/kv_ops_cuda.h"
 #include "ops/node_args.h"
@@ -38,8 +40,11 @@ bool cuda_compute(ggml_backend_cuda_context & ctx, ggml_tensor * node) {
     const CudaDevice              device = the_device(ctx.device);
     ggml_cuda_pool_alloc<uint8_t> scratch(ctx.pool());
     const auto                    take = [&](size_t bytes) { return bytes > 0 ? scratch.alloc(bytes) : nullptr; };
+    // Stores that wait for the last one of their graph. (A graph that broke off leaves some; attention is the sign of a new one.)
+    thread_local std::vector<CommitArgs> pending;
     switch (NodeOp(node_params(node).op)) {
     case NodeOp::attend:
+        pending.clear();
         if (node->src[attend_src::selection] != nullptr) {
             // A layer that uses its own look-up has it right before its attention; one that uses another's has not.
             const ggml_tensor *    selection    = node->src[attend_src::selection];
@@ -61,15 +66,19 @@ bool cuda_compute(ggml_backend_cuda_context & ctx, ggml_tensor * node) {
             kv_fold_cuda(fold_args(node), plan_header(node->src[fold_src::plan], kPlanFolds), stream);
         }
         break;
-    case NodeOp::store: {
+    case NodeOp::store:
+    case NodeOp::store_batched: {
         const StoreArgs     a    = store_args(node);
         const ggml_tensor * plan = node->src[store_src::plan];
-        const Epoch         epoch{plan_header(plan, kPlanEpoch), epoch_of(a.mem)};
         const ggml_tensor * fold = node->src[store_src::before];
         if (fold != nullptr && is_kvfold_node(fold) && is_deferred(fold)) {
-            kv_commit_cuda(fold_args(fold), plan_header(plan, kPlanFolds), a, epoch, stream);
+            pending.push_back({fold_args(fold), a, epoch_of(a.mem)});
+            if (NodeOp(node_params(node).op) == NodeOp::store) {
+                kv_commit_cuda(pending, plan_header(plan, kPlanFolds), plan_header(plan, kPlanEpoch), stream);
+                pending.clear();
+            }
         } else {
-            kv_store_cuda(a, epoch, stream);
+            kv_store_cuda(a, {plan_header(plan, kPlanEpoch), epoch_of(a.mem)}, stream);
         }
         break;
     }

@@ -281,9 +281,8 @@ __device__ __forceinline__ void load_exact(Octet (&x)[W], const ExactRows<D> & r
         const half * row = rows.row(src);
 #pragma unroll
         for (int w = 0; w < W; ++w) {
-            const half * from = row + word_channel(first + (w ^ swap));
-            const uint2  lo = *reinterpret_cast<const uint2 *>(from), hi = *reinterpret_cast<const uint2 *>(from + 8);
-            x[w] = {lo.x, lo.y, hi.x, hi.y};
+            const uint2 * from = reinterpret_cast<const uint2 *>(row + word_channel(first + (w ^ swap)));
+            x[w]               = {from[0].x, from[0].y, from[2].x, from[2].y};
         }
     }
 }

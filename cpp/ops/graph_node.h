@@ -14,7 +14,14 @@ namespace kvfold {
 
 constexpr int32_t kNodeMagic = 0x4b56464f;  // "KVFO"
 
-enum class NodeOp : int32_t { attend = 1, fold = 2, store = 3, select = 4 };
+enum class NodeOp : int32_t {
+    attend = 1,
+    fold   = 2,
+    store  = 3,
+    select = 4,
+    store_batched =
+        5,  // a store that a backend may do together with the next store of the graph, there being nothing between
+};
 
 // Lives in op_params from slot kNodeSlot on; the slots before belong to ggml's custom op (pointer, tasks, user data). The
 // first slot is the upper half of the user data, which only the function reads that the null pointer does not name.

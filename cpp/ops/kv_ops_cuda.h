@@ -7,6 +7,8 @@
 
 #include <cuda_runtime.h>
 
+#include <vector>
+
 #include "ops/kv_ops.h"
 #include "ops/kv_select.h"
 
@@ -53,9 +55,15 @@ struct Epoch {
 // kv_store. Of `a.mem`, the far tier and the side memory are not used.
 void kv_store_cuda(const StoreArgs & a, const Epoch & epoch, cudaStream_t stream);
 
-// kv_fold and then kv_store of the same layer and micro-batch in one launch. Worth it when there is little to do
-// (decoding): heads are independent, so one block does both for its head.
-void kv_commit_cuda(const FoldArgs & fold, const int32_t * n_real, const StoreArgs & store, const Epoch & epoch,
+// kv_fold and then kv_store of the same layer and micro-batch, for any number of layers at once; the count of the plan and its
+// number as above. Worth it when there is little to do (decoding): heads are independent, so one block does both for its head.
+// Layers that differ in more than their memory cost further launches.
+struct CommitArgs {
+    FoldArgs  fold;
+    StoreArgs store;
+    int32_t * epoch;
+};
+void kv_commit_cuda(const std::vector<CommitArgs> & layers, const int32_t * n_real, const int32_t * epoch,
                     cudaStream_t stream);
 
 }  // namespace kvfold

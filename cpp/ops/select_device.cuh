@@ -356,8 +356,9 @@ __global__ void __launch_bounds__(kMassThreads) select_mass(const __grid_constan
 
 // --- the choice ------------------------------------------------------------------------------------------------------
 
-constexpr int kPickThreads = 1024;
-constexpr int kPickWarps   = kPickThreads / 32;
+constexpr int kPickThreads  = 1024;
+constexpr int kPickWarps    = kPickThreads / 32;
+constexpr int kAlwaysListed = -1, kNeverListed = -2;  // in place of a bin
 
 // Sum of `x` over the threads before this one; `total` over all. The whole block calls; `space` [kPickWarps].
 template <typename T>
@@ -397,8 +398,8 @@ __global__ void __launch_bounds__(kPickThreads, 1) select_pick(const __grid_cons
     __shared__ int   int_space[kPickWarps];
     __shared__ int   cut_bin, cut_take, n_taken;
 
-    const int           lane = threadIdx.x & 31, warp = threadIdx.x >> 5, head = blockIdx.x, query = blockIdx.y;
-    const float * const mass = p.score + (int64_t(head) * p.n_q + query) * p.gqa * p.score_stride;
+    const int     lane = threadIdx.x & 31, warp = threadIdx.x >> 5, head = blockIdx.x, query = blockIdx.y;
+    float * const mass = p.score + (int64_t(head) * p.n_q + query) * p.gqa * p.score_stride;
     for (int b = threadIdx.x; b < kSelectBins; b += kPickThreads) {
         count[b] = 0;
     }
@@ -411,16 +412,25 @@ __global__ void __launch_bounds__(kPickThreads, 1) select_pick(const __grid_cons
     }
     top = warp_max(top);
     __syncthreads();
+    // bins take the place of the masses
+    int * const bins = reinterpret_cast<int *>(mass);
 #pragma unroll 4
     for (int g = 4 * threadIdx.x; g < p.score_stride; g += 4 * kPickThreads) {
         const float4 x    = *reinterpret_cast<const float4 *>(mass + g);
         const float  y[4] = {x.x, x.y, x.z, x.w};
+        int          b[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             if (y[i] > kNoScore) {
-                atomicAdd(&count[bin_of(y[i], top)], 1);
+                b[i] = bin_of(y[i], top);
+                atomicAdd(&count[b[i]], 1);
+            } else {
+                uint32_t       full;
+                const uint32_t bits = group_bits(p, g + i, full);
+                b[i]                = bits != 0 && bits != full ? kAlwaysListed : kNeverListed;
             }
         }
+        *reinterpret_cast<int4 *>(bins + g) = make_int4(b[0], b[1], b[2], b[3]);
     }
     __syncthreads();
 
@@ -480,22 +490,14 @@ __global__ void __launch_bounds__(kPickThreads, 1) select_pick(const __grid_cons
     // the list: warps have neighbouring pieces, a multiple of 32 groups
     const int piece = ((p.n_groups + kPickWarps - 1) / kPickWarps + 31) / 32 * 32;
     const int first = warp * piece, last = min(p.n_groups, first + piece), bin = cut_bin;
-    auto      kind = [&](int g, float x) {  // 2: on the list, 1: in the bin of the cut, 0: not
-        if (g >= last) {
-            return 0;
-        }
-        if (x > kNoScore) {
-            const int b = bin_of(x, top);
-            return b < bin ? 2 : b == bin ? 1 : 0;
-        }
-        uint32_t       full;
-        const uint32_t bits = group_bits(p, g, full);
-        return bits != 0 && bits != full ? 2 : 0;
+    auto      kind = [&](int g) {  // 2: on the list, 1: in the bin of the cut, 0: not
+        const int b = g < last ? bins[g] : kNeverListed;
+        return b == kAlwaysListed || (b >= 0 && b < bin) ? 2 : b == bin ? 1 : 0;
     };
     int n_sure = 0, n_ties = 0;
 #pragma unroll 4
     for (int g = first; g < last; g += 32) {
-        const int k = kind(g + lane, mass[min(g + lane, p.n_groups - 1)]);
+        const int k = kind(g + lane);
         n_sure += __popc(__ballot_sync(~0u, k == 2));
         n_ties += __popc(__ballot_sync(~0u, k == 1));
     }
@@ -509,7 +511,7 @@ __global__ void __launch_bounds__(kPickThreads, 1) select_pick(const __grid_cons
     const uint32_t before      = (1u << lane) - 1;
 #pragma unroll 4
     for (int g = first; g < last; g += 32) {
-        const int      k    = kind(g + lane, mass[min(g + lane, p.n_groups - 1)]);
+        const int      k    = kind(g + lane);
         const uint32_t ties = __ballot_sync(~0u, k == 1);
         const bool     on   = k == 2 || (k == 1 && tie + __popc(ties & before) >= skip);
         const uint32_t all  = __ballot_sync(~0u, on);
