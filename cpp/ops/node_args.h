@@ -55,8 +55,26 @@ inline Rotation rotation(const ggml_tensor * node) {
     return {p.rot_k, p.rot_v};
 }
 
+// What attention and look-up have in common: queries, what they see, and how scores are made. `mask` may be missing.
+template <typename Args>
+void set_queries(Args & a, const ggml_tensor * node, const ggml_tensor * q, const ggml_tensor * mask,
+                 const int32_t * plan, const PlanLayout & layout) {
+    const NodeParams p = node_params(node);
+    a.rot              = rotation(node);
+    a.far_bits         = reinterpret_cast<const uint32_t *>(plan + layout.far);
+    a.n_kv             = int32_t(std::min<int64_t>(32 * (layout.exact - layout.far), p.n_cells));
+    a.q                = tensor_data<const float>(q);
+    a.q_stride_query   = int64_t(q->nb[1] / sizeof(float));
+    a.q_stride_head    = int64_t(q->nb[2] / sizeof(float));
+    a.n_q              = int32_t(q->ne[1]);
+    a.n_head           = int32_t(q->ne[2]);
+    a.mask             = mask != nullptr ? tensor_data<const uint16_t>(mask) : nullptr;
+    a.mask_stride      = mask != nullptr ? int64_t(mask->nb[1] / sizeof(uint16_t)) : 0;
+    a.scale            = p.scale;
+    a.softcap          = p.softcap;
+}
+
 inline AttendArgs attend_args(const ggml_tensor * t) {
-    const NodeParams    p      = node_params(t);
     const ggml_tensor * q      = t->src[attend_src::q];
     const ggml_tensor * plan   = t->src[attend_src::plan];
     const ggml_tensor * mask   = t->src[attend_src::mask];
@@ -64,24 +82,13 @@ inline AttendArgs attend_args(const ggml_tensor * t) {
     const PlanLayout    layout = plan_layout(t, plan, t->src[attend_src::k_cur]);
     const auto *        words  = tensor_data<const int32_t>(plan);
     AttendArgs          a{};
-    a.mem            = layer_memory(t, t->src[attend_src::far_k], t->src[attend_src::far_v], t->src[attend_src::tier]);
-    a.cur            = current_rows(t->src[attend_src::k_cur], t->src[attend_src::v_cur]);
-    a.rot            = rotation(t);
-    a.far_bits       = reinterpret_cast<const uint32_t *>(words + layout.far);
-    a.exact          = reinterpret_cast<const ExactCell *>(words + layout.exact);
-    a.n_exact        = int32_t(layout.exact_capacity);
-    a.n_kv           = int32_t(std::min<int64_t>(32 * (layout.exact - layout.far), p.n_cells));
-    a.q              = tensor_data<const float>(q);
-    a.q_stride_query = int64_t(q->nb[1] / sizeof(float));
-    a.q_stride_head  = int64_t(q->nb[2] / sizeof(float));
-    a.n_q            = int32_t(q->ne[1]);
-    a.n_head         = int32_t(q->ne[2]);
-    a.mask           = mask != nullptr ? tensor_data<const uint16_t>(mask) : nullptr;
-    a.mask_stride    = mask != nullptr ? int64_t(mask->nb[1] / sizeof(uint16_t)) : 0;
-    a.sinks          = sinks != nullptr ? tensor_data<const float>(sinks) : nullptr;
-    a.scale          = p.scale;
-    a.softcap        = p.softcap;
-    a.out            = tensor_data<float>(t);
+    a.mem = layer_memory(t, t->src[attend_src::far_k], t->src[attend_src::far_v], t->src[attend_src::tier]);
+    a.cur = current_rows(t->src[attend_src::k_cur], t->src[attend_src::v_cur]);
+    set_queries(a, t, q, mask, words, layout);
+    a.exact   = reinterpret_cast<const ExactCell *>(words + layout.exact);
+    a.n_exact = int32_t(layout.exact_capacity);
+    a.sinks   = sinks != nullptr ? tensor_data<const float>(sinks) : nullptr;
+    a.out     = tensor_data<float>(t);
     return a;
 }
 
@@ -104,19 +111,8 @@ inline SelectArgs select_args(const ggml_tensor * t) {
     const ggml_tensor * pool   = t->src[select_src::pool];
     const PlanLayout    layout = plan_layout(t, plan, q);
     SelectArgs          a{};
-    a.mem            = layer_memory(t, nullptr, nullptr, t->src[select_src::tier]);
-    a.rot            = rotation(t);
-    a.far_bits       = reinterpret_cast<const uint32_t *>(tensor_data<const int32_t>(plan) + layout.far);
-    a.n_kv           = int32_t(std::min<int64_t>(32 * (layout.exact - layout.far), p.n_cells));
-    a.q              = tensor_data<const float>(q);
-    a.q_stride_query = int64_t(q->nb[1] / sizeof(float));
-    a.q_stride_head  = int64_t(q->nb[2] / sizeof(float));
-    a.n_q            = int32_t(q->ne[1]);
-    a.n_head         = int32_t(q->ne[2]);
-    a.mask           = mask != nullptr ? tensor_data<const uint16_t>(mask) : nullptr;
-    a.mask_stride    = mask != nullptr ? int64_t(mask->nb[1] / sizeof(uint16_t)) : 0;
-    a.scale          = p.scale;
-    a.softcap        = p.softcap;
+    a.mem = layer_memory(t, nullptr, nullptr, t->src[select_src::tier]);
+    set_queries(a, t, q, mask, tensor_data<const int32_t>(plan), layout);
     a.budget = {float(p.lookup_min) / kShareUnits, float(p.lookup_max) / kShareUnits, float(p.threshold) / kShareUnits,
                 int32_t(p.min_tokens)};
     a.pool   = pool != nullptr ? tensor_data<const int32_t>(pool) : nullptr;
