@@ -743,6 +743,7 @@ def test_ctrl_c_during_a_long_prefill(smollm2_path: Path, core: object, kv: dict
 import os, signal, threading, time
 import numpy as np
 from kvfold import Llama
+signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in the background may inherit that it is ignored
 llm = Llama({str(smollm2_path)!r}, n_ctx=8192, n_batch={batch}, n_ubatch={batch}, verbose=False, **{kv!r})
 tokens = np.random.default_rng(3).integers(300, 40000, size=7000).tolist()
 def short():
