@@ -49,5 +49,5 @@ def smollm2_path() -> Path:
     given = os.environ.get("KVFOLD_TEST_SMOLLM2")
     if given:
         return Path(given)
-    models = pytest.importorskip("kvfold.models")
+    models = pytest.importorskip("kvfold.models", reason="kvfold, which fetches the model, is not installed")
     return Path(models.pull("smollm2"))

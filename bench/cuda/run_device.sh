@@ -28,28 +28,28 @@ for p in "${pids[@]}"; do
     wait "$p"
 done
 nvcc -arch="$arch" "$build"/{harness,fold,store,select,fold_cpu,select_cpu,rotate,codec,attend}.o -o "$build/harness"
-first=$build/harness
+harness=$build/harness
 
 for step in "${steps[@]}"; do
     case $step in
         check)
-            "$first" check >"$out/check.txt" 2>&1 || true
+            "$harness" check >"$out/check.txt" 2>&1 || true
             grep -E "FAIL|failed|error:" "$out/check.txt" | head -40 || true
             tail -1 "$out/check.txt"
             grep -o "error [0-9.e+-]*" "$out/check.txt" | sort -g -k2 | tail -1 || true
             ;;
         time | time-*)
-            timeout 240 "$first" "$step" 2>&1 | tee "$out/$step.txt"
+            timeout 240 "$harness" "$step" 2>&1 | tee "$out/$step.txt"
             ;;
         sanitize)
             for tool in memcheck racecheck; do
-                timeout 280 compute-sanitizer --tool "$tool" "$first" quick >"$out/$tool.txt" 2>&1 || true
+                timeout 280 compute-sanitizer --tool "$tool" "$harness" quick >"$out/$tool.txt" 2>&1 || true
                 tail -2 "$out/$tool.txt" || true
             done
             ;;
         profile)
             for what in profile profile-short; do
-                timeout 100 ncu --set full --clock-control none -k regex:attend_decode -s 3 -c 1 -f -o "$out/$what" "$first" "$what" >"$out/ncu.log" 2>&1 || true
+                timeout 100 ncu --set full --clock-control none -k regex:attend_decode -s 3 -c 1 -f -o "$out/$what" "$harness" "$what" >"$out/ncu.log" 2>&1 || true
                 ncu -i "$out/$what.ncu-rep" --page details >"$out/$what.txt" 2>&1 || true
                 ncu -i "$out/$what.ncu-rep" --page source --csv >"$out/$what.csv" 2>&1 || true
                 grep -E "Duration|Throughput|Executed Ipc|Occupancy|Registers Per|Hit Rate|Cycles Per Issued|Eligible" "$out/$what.txt" | head -30 || true

@@ -9,8 +9,6 @@
 
 namespace kvfold {
 
-inline const char * type_name(kvfold_type type) { return kvfold_type_name(type); }
-
 // Fills in defaults that depend on the type (group 0).
 kvfold_config resolve(kvfold_config config);
 

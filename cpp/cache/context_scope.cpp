@@ -60,7 +60,7 @@ bool has_no_cache(llm_arch arch) {
 }  // namespace
 
 bool check_model(const kvfold_config & config, const llama_model & model) {
-    const char *          type    = type_name(config.type);
+    const char *          type    = kvfold_type_name(config.type);
     const llama_hparams & hparams = model.hparams;
     const char *          arch    = llm_arch_name(model.arch);
 
@@ -121,11 +121,11 @@ kvfold_context_scope::kvfold_context_scope(const llama_model & model, llama_cont
     ok_ = check_model(config, model);
     if (ok_ && params.flash_attn_type == LLAMA_FLASH_ATTN_TYPE_DISABLED) {
         ok_ = fail(message("kv_type %s needs flash attention, but flash_attn is off; possible: on, auto",
-                           type_name(config.type)));
+                           kvfold_type_name(config.type)));
     }
     if (ok_ && model.split_mode() == LLAMA_SPLIT_MODE_TENSOR) {
-        ok_ = fail(
-            message("kv_type %s: split mode 'tensor' is not possible; use 'layer' or 'none'", type_name(config.type)));
+        ok_ = fail(message("kv_type %s: split mode 'tensor' is not possible; use 'layer' or 'none'",
+                           kvfold_type_name(config.type)));
     }
     if (!ok_) {
         LLAMA_LOG_ERROR("kvfold: %s\n", kvfold_last_error());

@@ -449,7 +449,7 @@ void kvfold_access::announce(const llama_context & ctx) {
     }
     const std::string line = kvfold::message(
         "kv %s: %.1f MiB, f16 would be %.1f (%.1f %%); near %.1f MiB; attention on %s%s",
-        kvfold::type_name(s.config.type), double(s.bytes) / mib, double(s.f16_bytes) / mib,
+        kvfold_type_name(s.config.type), double(s.bytes) / mib, double(s.f16_bytes) / mib,
         100.0 * double(s.bytes) / double(s.f16_bytes), double(s.near_bytes) / mib, s.backend, lookup.c_str());
     kvfold::say(line);
 }

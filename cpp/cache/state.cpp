@@ -269,14 +269,14 @@ void kvfold_access::state_read(llama_kv_cache & kv, llama_io_read_i & io, llama_
     io.read(&header, sizeof(header));
     if (std::memcmp(header.magic, kStateMagic, sizeof(header.magic)) != 0) {
         refuse(message("the state is not one of a kvfold cache (this context has kv_type %s)",
-                       type_name(cache.config.type)));
+                       kvfold_type_name(cache.config.type)));
     }
     if (header.version != kStateVersion) {
         refuse(message("the state has format version %u, this build reads %u", header.version, kStateVersion));
     }
     if (header.kv_type != int32_t(cache.config.type) || header.group != cache.config.group) {
         refuse(message("the state is of kv_type %s, group %d; this context has %s, group %d",
-                       type_name(kvfold_type(header.kv_type)), header.group, type_name(cache.config.type),
+                       kvfold_type_name(kvfold_type(header.kv_type)), header.group, kvfold_type_name(cache.config.type),
                        cache.config.group));
     }
     if (header.fingerprint != cache.fingerprint || header.n_layers != cache.layers.size()) {

@@ -355,8 +355,7 @@ __global__ void __launch_bounds__(DecodeShape<D, NB, WARPS>::threads, 1)
         sm.l[nb][0] = sm.l[nb][1] = 0.0f;
     }
 
-    // queries as halves, permuted like the keys: word w has its four pairs at 8 w
-    auto load_queries = [&]() {
+    auto prepare_queries = [&]() {
         half * q_rows = reinterpret_cast<half *>(shared);
 #pragma unroll 1
         for (int j = warp; j < S::columns; j += S::warps) {
@@ -368,22 +367,10 @@ __global__ void __launch_bounds__(DecodeShape<D, NB, WARPS>::threads, 1)
                 x[i] = column < n_columns ? from[lane + 32 * i] * p.q_scale : 0.0f;
             }
             rotate_row(x, p.rot_k, lane);
-            const int e = lane & 15, word = 2 * (lane >> 4) + (e >> 2 & 1), pair = (e & 1 ? 0 : 2) + (e & 8 ? 0 : 1);
-#pragma unroll
-            for (int i = 0; i < D / 32; ++i) {
-                q_rows[j * S::q_stride + 8 * (word + 4 * i) + 2 * pair + (e >> 1 & 1)] = __float2half_rn(x[i]);
-            }
+            store_query<D>(q_rows + j * S::q_stride, x, lane);
         }
         __syncthreads();
-#pragma unroll
-        for (int nb = 0; nb < NB; ++nb) {
-#pragma unroll
-            for (int w = 0; w < KW; ++w) {
-                const uint4 x = *reinterpret_cast<const uint4 *>(q_rows + (8 * nb + r) * S::q_stride +
-                                                                 8 * (t * KW + (KW > 1 ? w ^ (t & 1) * (KW / 2) : w)));
-                q[nb][w][0] = x.x, q[nb][w][1] = x.y, q[nb][w][2] = x.z, q[nb][w][3] = x.w;
-            }
-        }
+        load_queries<KW>(q, q_rows, S::q_stride, lane);
     };
     // The exact cells, beginning with this unit. Rows of the micro-batch take the place of the tile, with 8-byte alignment.
     auto attend_units = [&](int unit) {
@@ -401,7 +388,7 @@ __global__ void __launch_bounds__(DecodeShape<D, NB, WARPS>::threads, 1)
         if (!p.after_lookup) {
             wait_for_earlier();
         }
-        load_queries();
+        prepare_queries();
         attend_units(step - 1 - me);
         __syncwarp();
         if (p.after_lookup) {
@@ -425,7 +412,7 @@ __global__ void __launch_bounds__(DecodeShape<D, NB, WARPS>::threads, 1)
         request_keys(tile, entry);
         request_values(tile, entry);
         wait_for_earlier();
-        load_queries();
+        prepare_queries();
     }
 
     for (; tile >= 0; tile = after, after -= step) {

@@ -1,6 +1,10 @@
-// What the dense and the sparse form of attention keep in scratch: rotated inputs, and the partial results of tasks that
-// share a row. Internal to the .cpp files of the operations, like simd.h.
+// What the dense and the sparse form of attention have in common beside tiles: rotated inputs and the partial results of tasks that
+// share a row, both in scratch, and how threads take tasks. Internal to the .cpp files of the operations, like simd.h.
 #pragma once
+
+#include <atomic>
+#include <new>
+#include <type_traits>
 
 #include "ops/attend_tile.h"
 #include "ops/rotate.h"
@@ -117,6 +121,42 @@ struct Partials {
         rotate_row(to, to, dim, a.rot.v);
     }
 };
+
+// --- tasks -----------------------------------------------------------------------------------------------------------
+
+inline void wait_for_all(const Threads & t) {
+    if (t.nth > 1) {
+        t.barrier(t.barrier_arg);
+    }
+}
+
+// Tasks are taken by whoever is free. The first line of the scratch holds the next one that nobody has taken.
+inline std::atomic<int32_t> * next_task(const Threads & t) { return static_cast<std::atomic<int32_t> *>(t.scratch); }
+
+// One thread's part in setting tasks up; all threads meet before run_tasks().
+inline void reset_tasks(const Threads & t) {
+    if (t.ith == 0) {
+        new (next_task(t)) std::atomic<int32_t>(0);
+    }
+}
+
+// Calls run(dim, task), where dim is an integral constant of the head size, until all tasks are taken.
+template <typename Run>
+void run_tasks(const Threads & t, int32_t n_tasks, int32_t head_dim, const Run & run) {
+    for (int32_t task; (task = next_task(t)->fetch_add(1, std::memory_order_relaxed)) < n_tasks;) {
+        switch (head_dim) {
+        case 64:
+            run(std::integral_constant<int, 64>{}, task);
+            break;
+        case 128:
+            run(std::integral_constant<int, 128>{}, task);
+            break;
+        default:
+            run(std::integral_constant<int, 256>{}, task);
+            break;
+        }
+    }
+}
 
 }  // namespace
 }  // namespace kvfold

@@ -249,6 +249,34 @@ __device__ __forceinline__ void add_values(float (&o)[NB][D / 16][4], const uint
     }
 }
 
+// --- queries ---------------------------------------------------------------------------------------------------------
+
+// A query (channel lane + 32 i) to shared memory as halves, permuted like the keys: word w has its four pairs at 8 w. The whole
+// warp calls.
+template <int D>
+__device__ __forceinline__ void store_query(half * row, const float (&x)[D / 32], int lane) {
+    const int e = lane & 15, word = 2 * (lane >> 4) + (e >> 2 & 1), pair = (e & 1 ? 0 : 2) + (e & 8 ? 0 : 1);
+#pragma unroll
+    for (int i = 0; i < D / 32; ++i) {
+        row[8 * (word + 4 * i) + 2 * pair + (e >> 1 & 1)] = __float2half_rn(x[i]);
+    }
+}
+
+// The thread's operands of 8 * NB such queries, `stride` halves apart.
+template <int KW, int NB>
+__device__ __forceinline__ void load_queries(uint32_t (&q)[NB][KW][4], const half * rows, int stride, int lane) {
+    const int t = lane & 3, r = lane >> 2;
+#pragma unroll
+    for (int nb = 0; nb < NB; ++nb) {
+#pragma unroll
+        for (int w = 0; w < KW; ++w) {
+            const uint4 x = *reinterpret_cast<const uint4 *>(rows + (8 * nb + r) * stride +
+                                                             8 * (t * KW + (KW > 1 ? w ^ (t & 1) * (KW / 2) : w)));
+            q[nb][w][0] = x.x, q[nb][w][1] = x.y, q[nb][w][2] = x.z, q[nb][w][3] = x.w;
+        }
+    }
+}
+
 // --- near and current rows -------------------------------------------------------------------------------------------
 
 // What a word of a far row would hold, of an exact row: halves of channels base .. base+3 (a, b) and base+8 .. base+11 (c, d).

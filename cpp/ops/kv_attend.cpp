@@ -13,8 +13,6 @@
 // queries and current rows in the rotated basis.
 
 #include <algorithm>
-#include <atomic>
-#include <new>
 
 #include "ops/attend_scratch.h"
 #include "ops/attend_tile.h"
@@ -433,36 +431,14 @@ size_t kv_attend_scratch(const AttendArgs & a, int nth) { return Shape(a, nth).b
 
 void kv_attend(const AttendArgs & args, const Threads & t) {
     const Shape shape(args, t.nth);
-    auto *      next = static_cast<std::atomic<int32_t> *>(t.scratch);  // the first task that nobody has taken
-    if (t.ith == 0) {
-        new (next) std::atomic<int32_t>(0);
-    }
+    reset_tasks(t);
     spread_sources(args, shape, t);
     const AttendArgs a = rotate_inputs(args, shape.rotated, t);
-    if (t.nth > 1) {
-        t.barrier(t.barrier_arg);
-    }
-    for (;;) {
-        const int32_t task = next->fetch_add(1, std::memory_order_relaxed);
-        if (task >= shape.n_tasks) {
-            break;
-        }
-        switch (a.mem.head_dim) {
-        case 64:
-            run_task<64>(a, shape, t, task);
-            break;
-        case 128:
-            run_task<128>(a, shape, t, task);
-            break;
-        default:
-            run_task<256>(a, shape, t, task);
-            break;
-        }
-    }
+    wait_for_all(t);
+    run_tasks(t, shape.n_tasks, a.mem.head_dim,
+              [&](auto dim, int32_t task) { run_task<decltype(dim)::value>(a, shape, t, task); });
     if (shape.n_splits > 1) {
-        if (t.nth > 1) {
-            t.barrier(t.barrier_arg);
-        }
+        wait_for_all(t);
         shape.partials.merge(a, t);
     }
 }

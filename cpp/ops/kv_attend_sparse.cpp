@@ -6,9 +6,6 @@
 //
 // Only cells that the query sees are gathered, so whatever other cells hold cannot reach its result.
 
-#include <atomic>
-#include <new>
-
 #include "ops/attend_scratch.h"
 #include "ops/attend_tile.h"
 #include "ops/kv_select.h"
@@ -269,35 +266,12 @@ size_t kv_attend_sparse_scratch(const SparseAttendArgs & a, int nth) { return Sh
 
 void kv_attend_sparse(const SparseAttendArgs & args, const Threads & t) {
     const Shape shape(args, t.nth);
-    auto *      next = static_cast<std::atomic<int32_t> *>(t.scratch);  // the first task that nobody has taken
-    if (t.ith == 0) {
-        new (next) std::atomic<int32_t>(0);
-    }
-    const auto barrier = [&t] {
-        if (t.nth > 1) {
-            t.barrier(t.barrier_arg);
-        }
-    };
+    reset_tasks(t);
     const AttendArgs a = rotate_inputs(args.attend, shape.rotated, t);
-    barrier();
-    for (;;) {
-        const int32_t task = next->fetch_add(1, std::memory_order_relaxed);
-        if (task >= shape.n_tasks) {
-            break;
-        }
-        switch (a.mem.head_dim) {
-        case 64:
-            run_task<64>(args, a, shape, t, task);
-            break;
-        case 128:
-            run_task<128>(args, a, shape, t, task);
-            break;
-        default:
-            run_task<256>(args, a, shape, t, task);
-            break;
-        }
-    }
-    barrier();
+    wait_for_all(t);
+    run_tasks(t, shape.n_tasks, a.mem.head_dim,
+              [&](auto dim, int32_t task) { run_task<decltype(dim)::value>(args, a, shape, t, task); });
+    wait_for_all(t);
     shape.partials.merge(a, t);
 }
 

@@ -151,11 +151,10 @@ __global__ void __launch_bounds__(ScoreShape<D, NB>::threads, 1) select_score(co
             x[i] = j < n_columns ? from[lane + 32 * i] * p.scale : 0.0f;
         }
         rotate_row(x, p.rot_k, lane);
-        const int e = lane & 15, word = 2 * (lane >> 4) + (e >> 2 & 1), pair = (e & 1 ? 0 : 2) + (e & 8 ? 0 : 1);
+        store_query<D>(q_rows + j * S::q_stride, x, lane);
 #pragma unroll
         for (int i = 0; i < D / 32; ++i) {
             square += x[i] * x[i];
-            q_rows[j * S::q_stride + 8 * (word + 4 * i) + 2 * pair + (e >> 1 & 1)] = __float2half_rn(x[i]);
         }
 #pragma unroll
         for (int d = 1; d < 32; d <<= 1) {
@@ -168,14 +167,9 @@ __global__ void __launch_bounds__(ScoreShape<D, NB>::threads, 1) select_score(co
     __syncthreads();
     uint32_t q[NB][KW][4];
     float    add[NB][2], m[NB][2], l[NB][2];
+    load_queries<KW>(q, q_rows, S::q_stride, lane);
 #pragma unroll
     for (int nb = 0; nb < NB; ++nb) {
-#pragma unroll
-        for (int w = 0; w < KW; ++w) {
-            const uint4 x = *reinterpret_cast<const uint4 *>(q_rows + (8 * nb + r) * S::q_stride +
-                                                             8 * (t * KW + (KW > 1 ? w ^ (t & 1) * (KW / 2) : w)));
-            q[nb][w][0] = x.x, q[nb][w][1] = x.y, q[nb][w][2] = x.z, q[nb][w][3] = x.w;
-        }
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
             add[nb][c] = spread_weight[8 * nb + 2 * t + c] * kLog2E;

@@ -29,7 +29,7 @@ def test_scale_table_is_half_precision_shifted() -> None:
 
 def test_blocks_are_nvfp4_where_the_scale_formats_meet() -> None:
     """ggml's own reader agrees on blocks whose scale both formats can express."""
-    quants = pytest.importorskip("gguf.quants")
+    quants = pytest.importorskip("gguf.quants", reason="NVFP4 is checked with the gguf package")
     if not hasattr(quants, "NVFP4"):
         pytest.skip("this gguf package cannot read NVFP4")
     rng = np.random.default_rng(5)

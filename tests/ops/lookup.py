@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from types import ModuleType
 
 import numpy as np
+from native import memory
 from oracle.memory import FAR, HIDDEN, Current, Layer, current
 from oracle.rotate import Rotation
 from oracle.select import Budget, Choice, limits, number_taken
@@ -97,13 +98,7 @@ def attend_sparse(
 ) -> np.ndarray:
     return np.asarray(
         core.kv_attend_sparse(
-            layer.far_k,
-            layer.far_v,
-            layer.side,
-            layer.near_k,
-            layer.near_v,
-            cur.k,
-            cur.v,
+            *memory(layer, cur),
             np.ascontiguousarray(cell_src, np.int32),
             np.ascontiguousarray(q),
             selected,

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cli_probe import check_refusal
 
 from kvfold import cli
 from kvfold.bench import report
@@ -64,7 +65,6 @@ def test_report(stored: Path, capsys: Any) -> None:
 
 
 def test_plots_are_drawn(stored: Path, tmp_path: Path, capsys: Any) -> None:
-    pytest.importorskip("matplotlib")
     page = tmp_path / "page.md"
     assert cli.main(["bench", "report", str(stored), "--plot", "-o", str(page)]) == 0
     picture = tmp_path / "results.png"
@@ -163,14 +163,7 @@ def test_thread_sweep(core: object, talking_tiny: Path, capsys: Any) -> None:
     ],
 )
 def test_errors(talking_tiny: Path, core: object, capsys: Any, arguments: list[str], word: str) -> None:
-    try:
-        code = cli.main(["bench", str(talking_tiny), *arguments])
-    except SystemExit as stop:
-        code = int(str(stop.code))
-    captured = capsys.readouterr()
-    assert code == 1
-    assert word in captured.err
-    assert len(captured.err.strip().splitlines()) == 1
+    check_refusal(capsys, ["bench", str(talking_tiny), *arguments], word)
 
 
 def test_other_files_are_refused(tmp_path: Path, capsys: Any) -> None:

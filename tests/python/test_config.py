@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 
 from kvfold import KvConfig, layer_modes
@@ -181,7 +182,6 @@ def test_config_is_frozen_and_hashable() -> None:
 
 
 def test_numpy_numbers_are_numbers() -> None:
-    numpy = pytest.importorskip("numpy")
     assert KvConfig("fp4", group=numpy.int64(8), tail=numpy.int32(7)).to_dict()["kv_tail"] == 7
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import sparse_models
 import tiny_models
+from cli_probe import check_refusal
 
 from kvfold import cli
 from kvfold.config import KvConfig
@@ -362,11 +363,4 @@ def test_command(smollm2_path: Path, core: object, capsys: pytest.CaptureFixture
     ],
 )
 def test_wrong_options(smollm2_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], word: str) -> None:
-    try:
-        code = cli.main(["plan", str(smollm2_path), *arguments])
-    except SystemExit as stop:
-        code = int(str(stop.code))
-    captured = capsys.readouterr()
-    assert code == 1
-    assert word in captured.err
-    assert len(captured.err.splitlines()) == 1
+    check_refusal(capsys, ["plan", str(smollm2_path), *arguments], word)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cli_probe import check_refusal
 
 from kvfold import cli
 from kvfold.config import KvConfig
@@ -142,11 +143,4 @@ def test_command(talking_tiny: Path, capsys: Any, tmp_path: Path) -> None:
     [(["--only", "taste"], "taste"), (["--text", "missing.txt"], "missing.txt"), (["--needle-lengths", "x"], "x")],
 )
 def test_errors(talking_tiny: Path, capsys: Any, arguments: list[str], word: str) -> None:
-    try:
-        code = cli.main(["verify", str(talking_tiny), *arguments])
-    except SystemExit as stop:
-        code = int(str(stop.code))
-    captured = capsys.readouterr()
-    assert code == 1
-    assert word in captured.err
-    assert len(captured.err.splitlines()) == 1
+    check_refusal(capsys, ["verify", str(talking_tiny), *arguments], word)
