@@ -37,19 +37,25 @@ def main() -> int:
     for arch in args.arch:
         if arch not in known:
             print(f"skipped sm_{arch}: unknown to {args.nvcc}")
-    codes = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in args.arch if a in known]
+    archs = [arch for arch in args.arch if arch in known]
     flags = [f"-I{ROOT / path}" for path in ("cpp", "cpp/include")]
     flags += [f"-I{llama / path}" for path in ("ggml/include", "ggml/src", "ggml/src/ggml-cuda")]
-    names = " ".join(arch for arch in args.arch if arch in known)
     options = ["-c", "-O3", "-std=c++17", "-use_fast_math", "-extended-lambda", "-t", "2", "-Xcompiler=-fPIC"]
+    if "90" in archs:
+        options.append("-DKVFOLD_WGMMA")  # as LlamaBuild.cmake does
     # Headers of the CUDA toolkit and of llama.cpp are full of these two.
     options += ["-Xcompiler=-Wall,-Wextra,-Wno-unused-parameter,-Wno-unused-function"]
     failed = 0
     with tempfile.TemporaryDirectory() as scratch:
         for source in sorted((ROOT / "cpp" / "ops").glob("*.cu")):
+            # Hopper's matrix instructions are no part of the plain architecture.
+            wanted = [f"{a}a" for a in archs if a == "90"] if source.stem.endswith("wgmma") else archs
+            if not wanted:
+                continue
+            codes = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in wanted]
             command = [args.nvcc, *options, *codes, *flags, str(source), "-o", f"{scratch}/{source.stem}.o"]
             ok = subprocess.run(command, check=False).returncode == 0
-            print(f"{'compiled' if ok else 'FAILED  '} {source.name} for {names}")
+            print(f"{'compiled' if ok else 'FAILED  '} {source.name} for {' '.join(wanted)}")
             failed += not ok
     return 1 if failed else 0
 

@@ -727,6 +727,13 @@ void check_attend_all(bool quick, const CudaDevice & device) {
         check_attend(rng, {dim, 4, 2, 4, 1, 1000, "tail", "none", 0.0f, false, true}, turing);
         check_attend(rng, {dim, 4, 2, 4, 40, 1000, "mixed", "causal"}, turing);
     }
+    // and what a device without the instructions of Hopper would
+    const CudaDevice ampere{device.n_sm, 80};
+    for (int dim : {64, 128}) {
+        check_attend(rng, {dim, 4, 2, 4, 40, 1000, "mixed", "causal"}, ampere);
+        check_attend(rng, {dim, 4, 3, 4, 200, 2500, "tail", "causal"}, ampere);
+        check_attend(rng, {dim, 8, 2, 3, 70, 3001, "mixed", "sequences", 20.0f, true}, ampere);
+    }
 }
 
 // --- fold and store --------------------------------------------------------------------------------------------------
@@ -1159,6 +1166,8 @@ void time_prefill(const CudaDevice & device) {
     time_attend(kLlama8b, 4, 32768, 2048, false, device, 1.0);
     time_attend(kLlama1b, 4, 32768, 512, false, device, 1.0);
     time_attend(kGemma4b, 4, 32768, 512, false, device, 1.0);
+    const CudaDevice ampere{device.n_sm, 80};  // without the instructions of Hopper
+    time_attend(kLlama8b, 4, 32768, 512, false, ampere, 1.0);
 }
 
 }  // namespace

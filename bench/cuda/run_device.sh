@@ -23,17 +23,23 @@ compile -c cpp/ops/kv_select.cpp -o "$build/select_cpu.o"
 compile -c cpp/ops/kv_fold.cpp -o "$build/fold_cpu.o"
 compile -c cpp/ops/rotate.cpp -o "$build/rotate.o"
 compile -c cpp/format/fp4_codec.cpp -o "$build/codec.o"
+extra=()
+if [ "$arch" = sm_90 ]; then
+    nvcc "${flags[@]/-arch=sm_90/-gencode=arch=compute_90a,code=sm_90a}" -Xptxas -v -c cpp/ops/attend_prefill_wgmma.cu -o "$build/wgmma.o" 2>"$out/ptxas-wgmma.txt" & pids+=($!)
+    extra=("$build/wgmma.o")
+    flags+=(-DKVFOLD_WGMMA)
+fi
 compile -Xptxas -v -c cpp/ops/kv_attend.cu -o "$build/attend.o" 2>"$out/ptxas.txt"
 for p in "${pids[@]}"; do
     wait "$p"
 done
-nvcc -arch="$arch" "$build"/{harness,fold,store,select,fold_cpu,select_cpu,rotate,codec,attend}.o -o "$build/harness"
+nvcc -arch="$arch" "$build"/{harness,fold,store,select,fold_cpu,select_cpu,rotate,codec,attend}.o "${extra[@]}" -o "$build/harness"
 harness=$build/harness
 
 for step in "${steps[@]}"; do
     case $step in
         check)
-            "$harness" check >"$out/check.txt" 2>&1 || true
+            timeout 200 "$harness" check >"$out/check.txt" 2>&1 || true
             grep -E "FAIL|failed|error:" "$out/check.txt" | head -40 || true
             tail -1 "$out/check.txt"
             grep -o "error [0-9.e+-]*" "$out/check.txt" | sort -g -k2 | tail -1 || true

@@ -6,6 +6,7 @@
 #include "ops/attend_decode.cuh"
 #include "ops/attend_merge.cuh"
 #include "ops/attend_prefill.cuh"
+#include "ops/attend_prefill_wgmma.cuh"
 #include "ops/kv_ops_cuda.h"
 #include "ops/launch.cuh"
 
@@ -21,8 +22,17 @@ static_assert(sizeof(ExactCell) == sizeof(int2), "kernels read an entry as one w
 template <int D, bool SMALL>
 using Prefill = device::PrefillShape<D, D == 256 || (D == 128 && SMALL) ? 32 : 64, D == 256 ? 4 : 8>;
 
+// Built with the prefill kernel for Hopper? Its blocks and tiles are as large as the other's at the same head size.
+#ifdef KVFOLD_WGMMA
+constexpr bool kHasWgmma = true;
+#else
+constexpr bool kHasWgmma = false;
+#endif
+static_assert(device::WgmmaShape<128>::rows == Prefill<128, false>::rows && device::WgmmaShape<128>::BC == 64);
+
 struct Plan {
     bool   prefill;
+    bool   wgmma;  // prefill with the kernel for Hopper
     bool   sparse;
     bool   wide;     // decode_warps()
     int    blocks;   // of 8 columns a thread block of the decode kernel handles: 1 or 2
@@ -46,6 +56,7 @@ Plan make_plan(const AttendArgs & a, const CudaDevice & device, const SparseAtte
     p.sparse  = sparse != nullptr;
     p.prefill = !p.sparse && columns > 16 && !(device.arch < 80 && dim == 256);
     if (p.prefill) {
+        p.wgmma        = kHasWgmma && device.arch == 90 && dim <= 128;
         const int rows = dim == 256 ? 64 : 128, cells = dim == 256 || (dim == 128 && device.arch < 80) ? 32 : 64;
         p.z             = ceil_div(columns, rows);
         const int tiles = ceil_div(a.n_kv, cells), room = device.n_sm / (p.z * a.mem.n_head_kv);
@@ -88,16 +99,19 @@ Plan make_plan(const AttendArgs & a, const CudaDevice & device, const SparseAtte
     return p;
 }
 
-// cell_src[c] = where the row of cell c is, or kSrcHidden. One block: exact cells follow far ones.
-__global__ void __launch_bounds__(1024)
+constexpr int kSpreadCells = 1024;
+
+// cell_src[c] = where the row of cell c is, or kSrcHidden. One thread a cell; a block writes its own cells only, far ones first.
+__global__ void __launch_bounds__(kSpreadCells)
     spread_cells(const uint32_t * far_bits, const int2 * exact, int n_exact, int32_t * cell_src, int n_kv) {
-    for (int c = threadIdx.x; c < n_kv; c += blockDim.x) {
+    const int first = blockIdx.x * kSpreadCells, c = first + int(threadIdx.x);
+    if (c < n_kv) {
         cell_src[c] = far_bits[c / 32] >> (c % 32) & 1u ? kSrcFar : kSrcHidden;
     }
     __syncthreads();
-    for (int i = threadIdx.x; i < n_exact; i += blockDim.x) {
+    for (int i = threadIdx.x; i < n_exact; i += kSpreadCells) {
         const int2 e = exact[i];
-        if (e.y != kSrcHidden) {
+        if (e.y != kSrcHidden && e.x >= first && e.x < first + kSpreadCells) {
             cell_src[e.x] = e.y;
         }
     }
@@ -143,7 +157,11 @@ void launch_decode(const AttendParams & p, const Plan & plan, cudaStream_t strea
 
 template <int D>
 void launch(const AttendParams & p, const Plan & plan, const CudaDevice & device, cudaStream_t stream) {
-    if (plan.prefill) {
+    if (plan.wgmma) {
+#ifdef KVFOLD_WGMMA
+        device::launch_prefill_wgmma(p, D, plan.z, stream);
+#endif
+    } else if (plan.prefill) {
         if (device.arch < 80) {
             if constexpr (D <= 128) {
                 launch_prefill<Prefill<D, true>>(p, plan, stream);
@@ -262,7 +280,8 @@ void attend(const AttendArgs & a, const SparseAttendArgs * sparse, bool after_lo
     p.softcap        = a.softcap;
     if (plan.prefill) {
         auto * cell_src = reinterpret_cast<int32_t *>(static_cast<uint8_t *>(scratch) + plan.src_offset);
-        spread_cells<<<1, 1024, 0, stream>>>(p.far_bits, p.exact, p.n_exact, cell_src, p.n_kv);
+        spread_cells<<<ceil_div(p.n_kv, kSpreadCells), kSpreadCells, 0, stream>>>(p.far_bits, p.exact, p.n_exact,
+                                                                                  cell_src, p.n_kv);
         p.cell_src = cell_src;
     }
     if (plan.halve_rows) {
