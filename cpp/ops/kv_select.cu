@@ -57,7 +57,7 @@ const char * kv_select_cuda_refusal(const SelectArgs & a, const CudaDevice & dev
     if (device.arch < 80) {
         return "look-up needs compute capability 8.0";
     }
-    if (a.pool != nullptr || a.new_pool != nullptr) {
+    if (a.pool != nullptr) {
         return "pools of candidates are not there yet";
     }
     if (a.n_q * gqa > 16 || (a.mem.head_dim == 256 && gqa > 8)) {
