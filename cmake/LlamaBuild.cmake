@@ -77,6 +77,7 @@ if(GGML_CUDA)
     list(REMOVE_ITEM kvfold_cuda ${kvfold_wgmma})
     get_target_property(kvfold_archs ggml-cuda CUDA_ARCHITECTURES)
     if(kvfold_archs MATCHES "90|native|all")
+        enable_language(CUDA)  # llama.cpp does so for its own directory
         add_library(kvfold-wgmma OBJECT ${kvfold_wgmma})
         set_target_properties(kvfold-wgmma PROPERTIES CUDA_ARCHITECTURES 90a-real POSITION_INDEPENDENT_CODE ON)
         target_include_directories(kvfold-wgmma PRIVATE "${kvfold_cpp}" "${kvfold_cpp}/include")

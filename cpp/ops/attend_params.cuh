@@ -24,13 +24,13 @@ struct AttendParams {
     const half *     near_v;
     const float *    cur_k;
     const float *    cur_v;
-    const half *
-        cur_half_k;  // [n_current][n_head_kv][head_dim], only where there are too many for shared memory; else null
+    const half *     cur_half_k;  // [n_current][n_head_kv][head_dim]; null in decode where they fit shared memory
     const half *     cur_half_v;
     const uint32_t * far_bits;
-    const int2 *     exact;     // ExactCell
-    const int32_t *  cell_src;  // [n_kv], prefill only: the two lists above, spread out
-    const int32_t *  selected;  // sparse only: lists of groups, [n_q][n_head_kv][list_stride], the count first
+    const int2 *     exact;       // ExactCell
+    const int32_t *  cell_src;    // [n_kv], prefill only: the two lists above, spread out
+    const uint8_t *  tile_flags;  // [blocks of columns][tiles], prefill only: TileFlag
+    const int32_t *  selected;    // sparse only: lists of groups, [n_q][n_head_kv][list_stride], the count first
     int32_t          list_stride;
     bool             after_lookup;  // the kernel before this one made the lists, from the same queries
     const half *     mask;          // null: nothing masked

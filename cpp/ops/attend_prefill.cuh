@@ -38,13 +38,84 @@ __device__ __forceinline__ void load_matrices(uint32_t (&x)[4], const half * row
     }
 }
 
+// One thread's part in bringing tiles of BC cells to shared memory: one word of some neighbouring rows, keys and values. THREADS
+// of them share a tile.
+template <int D, int BC, int THREADS>
+struct TileLoader {
+    static constexpr int words     = D / 8;                 // of a row
+    static constexpr int cells     = BC * words / THREADS;  // of a thread
+    static constexpr int row_words = D / kFp4BlockValues * kBlockWords;
+    static_assert(cells >= 2 && cells % 2 == 0, "summaries are read for pairs of cells");
+
+    const AttendParams & p;
+    int                  head;
+    int                  word;
+    int                  cell_first;  // of the tile
+    uint32_t             scale_select;
+    int                  in_row;  // words from the row of KV head 0 to this head's block
+    int                  value_at;
+    int                  row_step;
+    int                  src[cells];
+    uint32_t             key[cells], key_scale[cells], value[cells], value_scale[cells];
+    uint32_t             sum[cells / 2], sum_scale[cells / 2];
+
+    __device__ __forceinline__ TileLoader(const AttendParams & params, int kv_head, int thread)
+        : p(params), head(kv_head), word(thread % words), cell_first(thread / words * cells),
+          scale_select(0x4440u + uint32_t((word >> 1) & 3)), in_row(kv_head * row_words + (word >> 3) * kBlockWords),
+          value_at(1 + (word & 7)), row_step(params.n_head_kv * row_words) {}
+
+    // Starts loading a tile into this thread's registers.
+    __device__ __forceinline__ void request(int tile) {
+        const int cell0 = tile * BC + cell_first;
+#pragma unroll
+        for (int i = 0; i < cells; ++i) {
+            const int        cell = min(cell0 + i, p.n_kv - 1);
+            const uint32_t * k    = p.far_k + size_t(cell) * row_step + in_row;
+            const uint32_t * v    = p.far_v + size_t(cell) * row_step + in_row;
+            src[i]                = cell0 + i < p.n_kv ? p.cell_src[cell] : kSrcHidden;
+            key_scale[i]          = load_word(k);
+            key[i]                = load_word(k + value_at);
+            value_scale[i]        = load_word(v);
+            value[i]              = load_word(v + value_at);
+            if (i % 2 == 0) {
+                const uint32_t * g = p.summary + size_t(cell >> p.group_shift) * row_step + in_row;
+                sum_scale[i / 2]   = load_word(g);
+                sum[i / 2]         = load_word(g + value_at);
+            }
+        }
+    }
+
+    // Decodes the tile that was requested: store(cell, word, keys, values) for each of this thread's cells.
+    template <class Store>
+    __device__ __forceinline__ void decode(const Store & store) const {
+#pragma unroll
+        for (int i = 0; i < cells; ++i) {
+            Pairs k, v;
+            if (src[i] == kSrcFar) {
+                const Pairs s = decode_word(sum[i / 2], scale_pair(sum_scale[i / 2], scale_select));
+                k             = decode_word(key[i], scale_pair(key_scale[i], scale_select));
+                v             = decode_word(value[i], scale_pair(value_scale[i], scale_select));
+#pragma unroll
+                for (int j = 0; j < 4; ++j) {
+                    k.p[j] = add_half2(s.p[j], k.p[j]);
+                }
+            } else {
+                ExactWord x, y;
+                x.load(p.near_k, p.cur_half_k, src[i], p.n_head_kv, head, D, word);
+                y.load(p.near_v, p.cur_half_v, src[i], p.n_head_kv, head, D, word);
+                k = x.pairs();
+                v = y.pairs();
+            }
+            store(cell_first + i, word, k, v);
+        }
+    }
+};
+
 // grid: x block of columns, y KV head, z split of the cells. Dynamic shared memory: S::shared_bytes.
 template <class S>
 __global__ void __launch_bounds__(S::threads, 1) attend_prefill(const __grid_constant__ AttendParams p) {
     constexpr int     D = S::D, BC = S::BC, NS = BC / 8, NO = D / 8, KS = D / 16;
     extern __shared__ __align__(16) half shared_rows[];
-    __shared__ int                       shared_src[2][BC];
-    __shared__ int                       flags[3];
 
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const int head = blockIdx.y, row0 = blockIdx.x * S::rows;
@@ -63,19 +134,14 @@ __global__ void __launch_bounds__(S::threads, 1) attend_prefill(const __grid_con
         }
     });
 
-    TileLoader<D, BC, S::rows, S::threads> loader(p, head, row0, threadIdx.x);
+    TileLoader<D, BC, S::threads> loader(p, head, threadIdx.x);
 
-    auto decode = [&](int tile, int stage, int flag_slot) {
-        half *    keys = shared_rows + stage * 2 * S::tile_halves;
-        const int flag =
-            loader.decode(tile, shared_src[stage], [&](int cell, int word, const Pairs & k, const Pairs & v) {
-                store_pairs(keys + cell * S::stride + 8 * word, k);
-                store_pairs(keys + S::tile_halves + cell * S::stride + 8 * word, v);
-            });
-        const bool any_masked = __any_sync(~0u, flag & kTileMasked), any_seen = __any_sync(~0u, flag & kTileSeen);
-        if (lane == 0) {
-            atomicOr(&flags[flag_slot], (any_masked ? kTileMasked : 0) | (any_seen ? kTileSeen : 0));
-        }
+    auto decode = [&](int stage) {
+        half * keys = shared_rows + stage * 2 * S::tile_halves;
+        loader.decode([&](int cell, int word, const Pairs & k, const Pairs & v) {
+            store_pairs(keys + cell * S::stride + 8 * word, k);
+            store_pairs(keys + S::tile_halves + cell * S::stride + 8 * word, v);
+        });
     };
 
     OnlineSoftmax<D> sums;
@@ -106,7 +172,7 @@ __global__ void __launch_bounds__(S::threads, 1) attend_prefill(const __grid_con
         }
         finish_scores(p, p.score_scale * kFp4Inverse, s);
         if (masked) {
-            rows.mask_scores(p, lane, tile * BC, shared_src[stage], s);
+            rows.mask_scores(p, lane, tile * BC, s);
         }
         sums.weigh(s);
         const half * value_row = values + (((lane >> 3) & 1) * 8 + (lane & 7)) * S::stride + (lane >> 4) * 8;
@@ -125,46 +191,37 @@ __global__ void __launch_bounds__(S::threads, 1) attend_prefill(const __grid_con
         }
     };
 
-    if (threadIdx.x < 3) {
-        flags[threadIdx.x] = 0;
-    }
-    if (tile0 < tile1) {
-        loader.request(tile0);
-    }
-    __syncthreads();
-    if (tile0 < tile1) {
-        decode(tile0, 0, 0);
-        loader.request(min(tile0 + 1, tile1 - 1));
+    const uint8_t * flags = p.tile_flags + blockIdx.x * n_tiles;
+    int             tile = next_seen(flags, tile0, tile1), next = next_seen(flags, tile + 1, tile1);
+    if (tile < tile1) {
+        loader.request(tile);
+        decode(0);
+        loader.request(min(next, tile1 - 1));
     }
     __syncthreads();
     // Between two barriers every warp attends one tile and decodes the next. Half of the warps, two of them on every scheduler
     // of the multiprocessor, decode first, so that the tensor cores and the other pipelines are busy at the same time.
-    // Flags rotate over three slots: the one of this tile is read, the next is being set, the one after is cleared.
     const bool decode_first = S::stages == 2 && (warp & 4) != 0;
-    for (int tile = tile0, slot = 0; tile < tile1; ++tile) {
-        const int stage = S::stages == 2 ? (tile - tile0) & 1 : 0, next_slot = slot == 2 ? 0 : slot + 1;
-        const int flag = flags[slot];
-        if (threadIdx.x == 0) {
-            flags[next_slot == 2 ? 0 : next_slot + 1] = 0;
-        }
+    for (int stage = 0; tile < tile1; stage ^= S::stages - 1) {
+        const bool masked     = flags[tile] & kTileMasked;
+        const int  after_next = next_seen(flags, next + 1, tile1);
 #pragma unroll 1
         for (int turn = 0; turn < 2; ++turn) {
             if ((turn == 0) != decode_first) {
-                if (flag & kTileSeen) {
-                    attend(tile, stage, flag & kTileMasked);
-                }
+                attend(tile, stage, masked);
             } else {
                 if (S::stages == 1) {
                     __syncthreads();
                 }
-                if (tile + 1 < tile1) {
-                    decode(tile + 1, S::stages == 2 ? stage ^ 1 : 0, next_slot);
-                    loader.request(min(tile + 2, tile1 - 1));
+                if (next < tile1) {
+                    decode(stage ^ (S::stages - 1));
+                    loader.request(min(after_next, tile1 - 1));
                 }
             }
         }
         __syncthreads();
-        slot = next_slot;
+        tile = next;
+        next = after_next;
     }
     sums.write(p, rows, lane, blockIdx.z);
 }

@@ -21,6 +21,104 @@ struct Ring {
     }
 };
 
+// What one warp of the loaders does for a tile: it copies its cells' rows to its own buffers, some tiles ahead and without waiting,
+// and decodes them into the ring later. A lane decodes one word of some neighbouring rows.
+template <class S>
+struct TileFeed {
+    static constexpr int D = S::D, words = D / 8, cells = S::cells * words / 32;  // of a lane
+    static constexpr int row_words = FarRows<D>::words, stride = FarRows<D>::stride;
+    static_assert(cells >= 2 && cells % 2 == 0, "summaries are read for pairs of cells");
+
+    const AttendParams & p;
+    int                  lane;
+    int                  head;
+    int                  first;  // of the tile's cells, this warp's
+    uint32_t *           raw;    // this warp's buffers
+
+    // Starts copying a tile to buffer `slot`.
+    __device__ __forceinline__ void request(int tile, int slot) const {
+        const FarCopy<D> copy(lane);
+        const int        cell0 = tile * S::BC + first, n = p.n_kv - cell0, step = p.n_head_kv * row_words;
+        uint32_t *       to = raw + slot * S::raw_words;
+        if (n > 0) {
+            const size_t at    = size_t(cell0) * step + head * row_words;
+            const int    group = cell0 >> p.group_shift, n_groups = max(S::cells >> p.group_shift, 1);
+            copy.template copy<S::cells>(to, p.far_k + at, step, n);
+            copy.template copy<S::cells>(to + S::cells * stride, p.far_v + at, step, n);
+            copy.template copy<S::cells / 2>(to + 2 * S::cells * stride,
+                                             p.summary + size_t(group) * step + head * row_words, step,
+                                             min(n_groups, ((p.n_kv - 1) >> p.group_shift) - group + 1));
+            if (lane < min(n, S::cells)) {
+                copy_async<1>(to + S::raw_rows * stride + lane,
+                              reinterpret_cast<const uint32_t *>(p.cell_src + cell0 + lane));
+            }
+        }
+    }
+
+    // Decodes a tile from buffer `slot`, whose copies have arrived, to `keys` and the values behind them.
+    __device__ __forceinline__ void decode(int tile, int slot, half * keys) const {
+        const int        word = lane % words, mine = lane / words * cells;
+        const int        block = (word >> 3) * kBlockWords, value_at = block + 1 + (word & 7);
+        const uint32_t   select = 0x4440u + uint32_t((word >> 1) & 3);
+        const uint32_t * from   = raw + slot * S::raw_words;
+        const int        n      = p.n_kv - tile * S::BC - first;  // cells that there are
+        int              src[cells];
+        bool             exact = false;
+#pragma unroll
+        for (int i = 0; i < cells; ++i) {
+            src[i] = mine + i < n ? int(from[S::raw_rows * stride + mine + i]) : kSrcHidden;
+            exact |= src[i] != kSrcFar;
+        }
+        const int at = first + mine;  // of the tile's cells
+        if (!__any_sync(~0u, exact)) {
+#pragma unroll
+            for (int i = 0; i < cells; i += 2) {
+                const uint32_t * g = from + (2 * S::cells + ((mine + i) >> p.group_shift)) * stride;
+                const Pairs      s = decode_word(g[value_at], scale_pair(g[block], select));
+#pragma unroll
+                for (int c = i; c < i + 2; ++c) {
+                    const uint32_t *k_row = from + (mine + c) * stride, *v_row = k_row + S::cells * stride;
+                    Pairs           k = decode_word(k_row[value_at], scale_pair(k_row[block], select));
+#pragma unroll
+                    for (int j = 0; j < 4; ++j) {
+                        k.p[j] = add_half2(s.p[j], k.p[j]);
+                    }
+                    store(keys, at + c, word, k, decode_word(v_row[value_at], scale_pair(v_row[block], select)));
+                }
+            }
+            return;
+        }
+        ExactWord x[cells], y[cells];  // all are under way before the first is needed
+#pragma unroll
+        for (int i = 0; i < cells; ++i) {
+            x[i].load(p.near_k, p.cur_half_k, src[i], p.n_head_kv, head, D, word);
+            y[i].load(p.near_v, p.cur_half_v, src[i], p.n_head_kv, head, D, word);
+        }
+#pragma unroll
+        for (int i = 0; i < cells; ++i) {
+            Pairs k = x[i].pairs(), v = y[i].pairs();
+            if (src[i] == kSrcFar) {
+                const uint32_t * k_row = from + (mine + i) * stride, *v_row = k_row + S::cells * stride;
+                const uint32_t * g = from + (2 * S::cells + ((mine + i) >> p.group_shift)) * stride;
+                const Pairs      s = decode_word(g[value_at], scale_pair(g[block], select));
+                k                  = decode_word(k_row[value_at], scale_pair(k_row[block], select));
+                v                  = decode_word(v_row[value_at], scale_pair(v_row[block], select));
+#pragma unroll
+                for (int j = 0; j < 4; ++j) {
+                    k.p[j] = add_half2(s.p[j], k.p[j]);
+                }
+            }
+            store(keys, at + i, word, k, v);
+        }
+    }
+
+    static __device__ __forceinline__ void store(half * keys, int cell, int word, const Pairs & k, const Pairs & v) {
+        half * to = keys + panel_chunk<S::BC>(cell, word);
+        store_pairs(to, k);
+        store_pairs(to + S::tile_halves, v);
+    }
+};
+
 // grid: x block of columns, y KV head, z split of the cells. Dynamic shared memory: S::shared_bytes.
 template <class S>
 __global__ void __launch_bounds__(S::threads, 1) attend_prefill_wgmma(const __grid_constant__ AttendParams p) {
@@ -28,94 +126,117 @@ __global__ void __launch_bounds__(S::threads, 1) attend_prefill_wgmma(const __gr
     constexpr int     D = S::D, BC = S::BC, NS = BC / 8, KS = D / 16;
     constexpr int     panel_bytes = BC * kPanelColumns * 2;
     extern __shared__ __align__(16) half shared_rows[];
-    __shared__ int                       shared_src[S::stages][BC];
-    __shared__ int                       flags[S::stages][4];  // of each warp of the loaders
 
     const uint32_t base = uint32_t(__cvta_generic_to_shared(shared_rows));
     half *         ring = shared_rows + ((1024 - base % 1024) % 1024) / 2;
 
-    const int lane = threadIdx.x & 31, head = blockIdx.y, row0 = blockIdx.x * S::rows;
-    const int n_tiles = (p.n_kv + BC - 1) / BC, per = (n_tiles + p.n_split - 1) / p.n_split;
-    const int tile0 = blockIdx.z * per, tile1 = min(n_tiles, tile0 + per);
+    const int       lane = threadIdx.x & 31, head = blockIdx.y, row0 = blockIdx.x * S::rows;
+    const int       n_tiles = (p.n_kv + BC - 1) / BC, per = (n_tiles + p.n_split - 1) / p.n_split;
+    const int       tile0 = blockIdx.z * per, tile1 = min(n_tiles, tile0 + per);
+    const uint8_t * flags = p.tile_flags + blockIdx.x * n_tiles;
 
     if (threadIdx.x < S::loaders) {
         set_registers<false, S::loader_registers>();
-        TileLoader<D, BC, S::rows, S::loaders> loader(p, head, row0, threadIdx.x);
-        if (tile0 < tile1) {
-            loader.request(tile0);
+        const int         warp = threadIdx.x >> 5;
+        uint32_t *        raw  = reinterpret_cast<uint32_t *>(reinterpret_cast<uint8_t *>(ring) + S::ring_bytes);
+        const TileFeed<S> feed{p, lane, head, warp * S::cells, raw + warp * (S::raw_ahead + 1) * S::raw_words};
+
+        int ahead = next_seen(flags, tile0, tile1), ahead_slot = S::raw_ahead;
+        for (int i = 0; i < S::raw_ahead; ++i) {
+            if (ahead < tile1) {
+                feed.request(ahead, i);
+                ahead = next_seen(flags, ahead + 1, tile1);
+            }
+            copy_commit();
         }
-        for (int tile = tile0, stage = 0; tile < tile1; ++tile) {
-            if (tile - tile0 >= S::stages) {
+        int n = 0, stage = 0, slot = 0;
+        for (int tile = next_seen(flags, tile0, tile1); tile < tile1; tile = next_seen(flags, tile + 1, tile1), ++n) {
+            if (ahead < tile1) {
+                feed.request(ahead, ahead_slot);
+                ahead = next_seen(flags, ahead + 1, tile1);
+            }
+            copy_commit();
+            copy_wait<S::raw_ahead>();
+            if (n >= S::stages) {
                 Ring<S>::wait(Ring<S>::empty + stage);
             }
-            half *    keys = ring + stage * 2 * S::tile_halves;
-            const int flag =
-                loader.decode(tile, shared_src[stage], [&](int cell, int word, const Pairs & k, const Pairs & v) {
-                    const int at = panel_chunk<BC>(cell, word);
-                    store_pairs(keys + at, k);
-                    store_pairs(keys + S::tile_halves + at, v);
-                });
-            const bool any_masked = __any_sync(~0u, flag & kTileMasked), any_seen = __any_sync(~0u, flag & kTileSeen);
-            if (lane == 0) {
-                flags[stage][threadIdx.x >> 5] = (any_masked ? kTileMasked : 0) | (any_seen ? kTileSeen : 0);
-            }
+            feed.decode(tile, slot, ring + stage * 2 * S::tile_halves);
             publish_to_tensor_cores();
             Ring<S>::arrive(Ring<S>::full + stage);
-            if (tile + 1 < tile1) {
-                loader.request(tile + 1);
-            }
-            stage = stage == S::stages - 1 ? 0 : stage + 1;
+            __syncwarp();  // what this warp read may be overwritten by its next copies
+            stage      = stage == S::stages - 1 ? 0 : stage + 1;
+            slot       = slot == S::raw_ahead ? 0 : slot + 1;
+            ahead_slot = ahead_slot == S::raw_ahead ? 0 : ahead_slot + 1;
+        }
+        for (int i = min(n, S::stages); i > 0; --i) {  // no barrier is left half used
+            Ring<S>::wait(Ring<S>::empty + (n - i) % S::stages);
         }
         return;
     }
-
     set_registers<true, S::registers>();
+
     const ScoreRows rows(p, head, row0 + (int(threadIdx.x) - S::loaders) / 32 * 16, lane);
     uint32_t        q[KS][4];
     rows.load_queries<D>(p, lane, [&](int i, int w, uint32_t pair) { q[w / 2][2 * (w & 1) + i] = pair; });
+    // this thread's in shared memory, a piece of 16 bytes for every step of the product
+    uint4 * q_pieces = reinterpret_cast<uint4 *>(reinterpret_cast<uint8_t *>(ring) + S::ring_bytes + S::raw_bytes) +
+                       threadIdx.x - S::loaders;
+    if constexpr (S::q_shared) {
+#pragma unroll
+        for (int ks = 0; ks < KS; ++ks) {
+            q_pieces[ks * 2 * S::rows] = make_uint4(q[ks][0], q[ks][1], q[ks][2], q[ks][3]);
+        }
+    }
 
     OnlineSoftmax<D> sums;
-    for (int tile = tile0, stage = 0; tile < tile1; ++tile) {
+    int              stage = 0;
+    for (int tile = next_seen(flags, tile0, tile1); tile < tile1; tile = next_seen(flags, tile + 1, tile1)) {
+        const bool masked = flags[tile] & kTileMasked;
         Ring<S>::wait(Ring<S>::full + stage);
-        const int   flag = flags[stage][0] | flags[stage][1] | flags[stage][2] | flags[stage][3];
         const half *keys = ring + stage * 2 * S::tile_halves, *values = keys + S::tile_halves;
-        if (flag & kTileSeen) {
-            float s[NS][4];
-            wgmma_fence();
+        float       s[NS][4];
+        if constexpr (S::q_shared) {
 #pragma unroll
             for (int ks = 0; ks < KS; ++ks) {
-                const half * at = keys + ks / 4 * BC * kPanelColumns + ks % 4 * 16;
-                wgmma_64x64x16<false>(s, q[ks], panel_descriptor(at, panel_bytes), ks > 0);
+                const uint4 piece = q_pieces[ks * 2 * S::rows];
+                q[ks][0]          = piece.x;
+                q[ks][1]          = piece.y;
+                q[ks][2]          = piece.z;
+                q[ks][3]          = piece.w;
             }
-            wgmma_commit();
-            wgmma_wait(s);
-            finish_scores(p, p.score_scale * kFp4Inverse, s);
-            if (flag & kTileMasked) {
-                rows.mask_scores(p, lane, tile * BC, shared_src[stage], s);
-            }
-            sums.weigh(s);
-            uint32_t weights[BC / 16][4];
-#pragma unroll
-            for (int n = 0; n < NS; ++n) {
-                weights[n / 2][2 * (n & 1)]     = pack_half2(s[n][0], s[n][1]);
-                weights[n / 2][2 * (n & 1) + 1] = pack_half2(s[n][2], s[n][3]);
-            }
-            wgmma_fence();
-#pragma unroll
-            for (int k = 0; k < BC / 16; ++k) {
-                const uint64_t b = panel_descriptor(values + 16 * k * kPanelColumns, panel_bytes);
-                if constexpr (D == 128) {
-                    wgmma_64x128x16<true>(sums.o, weights[k], b, true);
-                } else {
-                    wgmma_64x64x16<true>(sums.o, weights[k], b, true);
-                }
-            }
-            wgmma_commit();
-            wgmma_wait(sums.o);
         }
-        if (tile + S::stages < tile1) {
-            Ring<S>::arrive(Ring<S>::empty + stage);
+        wgmma_fence();
+#pragma unroll
+        for (int ks = 0; ks < KS; ++ks) {
+            const half * at = keys + ks / 4 * BC * kPanelColumns + ks % 4 * 16;
+            wgmma_64x64x16<false>(s, q[ks], panel_descriptor(at, panel_bytes), ks > 0);
         }
+        wgmma_commit();
+        wgmma_wait(s);
+        finish_scores(p, p.score_scale * kFp4Inverse, s);
+        if (masked) {
+            rows.mask_scores(p, lane, tile * BC, s);
+        }
+        sums.weigh(s);
+        uint32_t weights[BC / 16][4];
+#pragma unroll
+        for (int n = 0; n < NS; ++n) {
+            weights[n / 2][2 * (n & 1)]     = pack_half2(s[n][0], s[n][1]);
+            weights[n / 2][2 * (n & 1) + 1] = pack_half2(s[n][2], s[n][3]);
+        }
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < BC / 16; ++k) {
+            const uint64_t b = panel_descriptor(values + 16 * k * kPanelColumns, panel_bytes);
+            if constexpr (D == 128) {
+                wgmma_64x128x16<true>(sums.o, weights[k], b, true);
+            } else {
+                wgmma_64x64x16<true>(sums.o, weights[k], b, true);
+            }
+        }
+        wgmma_commit();
+        wgmma_wait(sums.o);
+        Ring<S>::arrive(Ring<S>::empty + stage);
         stage = stage == S::stages - 1 ? 0 : stage + 1;
     }
     sums.write(p, rows, lane, blockIdx.z);

@@ -39,8 +39,10 @@ struct Plan {
     int    z;        // thread blocks over the columns of a KV head
     int    n_split;  // shares of the cells
     size_t ml_offset;
-    size_t src_offset;   // prefill: the source of every cell
-    size_t rows_offset;  // decode with many rows: the current rows as halves, keys, then values
+    size_t src_offset;    // prefill: the source of every cell
+    int    tile_cells;    // prefill
+    size_t flags_offset;  // prefill: TileFlag
+    size_t rows_offset;   // prefill, and decode with many rows: the current rows as halves, keys, then values
     bool   halve_rows;
     size_t scratch;
 };
@@ -58,6 +60,7 @@ Plan make_plan(const AttendArgs & a, const CudaDevice & device, const SparseAtte
     if (p.prefill) {
         p.wgmma        = kHasWgmma && device.arch == 90 && dim <= 128;
         const int rows = dim == 256 ? 64 : 128, cells = dim == 256 || (dim == 128 && device.arch < 80) ? 32 : 64;
+        p.tile_cells    = cells;
         p.z             = ceil_div(columns, rows);
         const int tiles = ceil_div(a.n_kv, cells), room = device.n_sm / (p.z * a.mem.n_head_kv);
         const int most  = ceil_div(tiles, 4);
@@ -87,14 +90,15 @@ Plan make_plan(const AttendArgs & a, const CudaDevice & device, const SparseAtte
         p.ml_offset       = rows * dim * sizeof(float);
         p.scratch         = p.ml_offset + rows * sizeof(float2);
     }
-    p.halve_rows = !p.prefill && a.cur.n_rows > device::kSharedRows;
+    p.halve_rows = a.cur.n_rows > (p.prefill ? 0 : device::kSharedRows);
     if (p.halve_rows) {
         p.rows_offset = (p.scratch + 255) / 256 * 256;
         p.scratch     = p.rows_offset + 2 * size_t(a.cur.n_rows) * a.mem.n_head_kv * dim * sizeof(half);
     }
     if (p.prefill) {
-        p.src_offset = (p.scratch + 255) / 256 * 256;
-        p.scratch    = p.src_offset + size_t(a.n_kv) * sizeof(int32_t);
+        p.src_offset   = (p.scratch + 255) / 256 * 256;
+        p.flags_offset = p.src_offset + size_t(a.n_kv) * sizeof(int32_t);
+        p.scratch      = p.flags_offset + size_t(p.z) * ceil_div(a.n_kv, p.tile_cells);
     }
     return p;
 }
@@ -126,12 +130,21 @@ __global__ void halve_rows(const float * k, const float * v, int64_t k_stride, i
     }
 }
 
+template <int BC, int ROWS>
+void launch_flags(const AttendParams & p, const Plan & plan, cudaStream_t stream) {
+    const int n_tiles = ceil_div(p.n_kv, BC);
+    device::flag_tiles<BC, ROWS>
+        <<<dim3(ceil_div(n_tiles, device::kFlagWarps), plan.z), 32 * device::kFlagWarps, 0, stream>>>(
+            p, const_cast<uint8_t *>(p.tile_flags), n_tiles);
+}
+
 template <class S>
 void launch_prefill(const AttendParams & p, const Plan & plan, cudaStream_t stream) {
     static_assert(S::shared_bytes <= 99 * 1024 - 1024, "more than consumer devices have");
     // of the current device, hence every time; a failure shows in the launch
     (void) cudaFuncSetAttribute(device::attend_prefill<S>, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                 S::shared_bytes);
+    launch_flags<S::BC, S::rows>(p, plan, stream);
     device::attend_prefill<S><<<dim3(plan.z, p.n_head_kv, plan.n_split), S::threads, S::shared_bytes, stream>>>(p);
 }
 
@@ -159,6 +172,8 @@ template <int D>
 void launch(const AttendParams & p, const Plan & plan, const CudaDevice & device, cudaStream_t stream) {
     if (plan.wgmma) {
 #ifdef KVFOLD_WGMMA
+        using S = device::WgmmaShape<D>;
+        launch_flags<S::BC, S::rows>(p, plan, stream);
         device::launch_prefill_wgmma(p, D, plan.z, stream);
 #endif
     } else if (plan.prefill) {
@@ -282,7 +297,8 @@ void attend(const AttendArgs & a, const SparseAttendArgs * sparse, bool after_lo
         auto * cell_src = reinterpret_cast<int32_t *>(static_cast<uint8_t *>(scratch) + plan.src_offset);
         spread_cells<<<ceil_div(p.n_kv, kSpreadCells), kSpreadCells, 0, stream>>>(p.far_bits, p.exact, p.n_exact,
                                                                                   cell_src, p.n_kv);
-        p.cell_src = cell_src;
+        p.cell_src   = cell_src;
+        p.tile_flags = static_cast<uint8_t *>(scratch) + plan.flags_offset;
     }
     if (plan.halve_rows) {
         auto *    rows = reinterpret_cast<half *>(static_cast<uint8_t *>(scratch) + plan.rows_offset);
