@@ -8,9 +8,11 @@ that was read.
 
     sparse_quality.py study MODEL_F32.gguf TEXT --windows 2 --prefix 3840 --rules budget
     sparse_quality.py runtime MODEL_F32.gguf TEXT --bin DIR [--sets budget group ...]
+    sparse_quality.py needle MODEL.gguf TEXT --lengths 4096 16384 [--json FILE]
 
 study    rules beside the one that the cache implements, on the tokens after a prefix
 runtime  the cache itself: llama-perplexity in micro-batches of 8, which decode as far as the cache is concerned
+needle   the cache itself: facts at several depths of a long text, as `kvfold verify` hides them, asked for at its end
 
 MODEL_F32.gguf must hold float32 weights (bench/dequantize_gguf.py makes it). Needs gguf and kvfold (for the codec and
 the tokenizer). Keys and values of the prefix are kept in --cache between runs.
@@ -20,8 +22,10 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import json
 import re
 import subprocess
+import sys
 import tempfile
 import time
 from dataclasses import dataclass, replace
@@ -185,6 +189,8 @@ class Rule:
     dense_layers: int = 0
     score: str = "spread"  # "channel" (variance per channel), "true" (exact masses), "two-stage"
     first_stage: float = 0.0  # two-stage: groups whose keys are read, as a multiple of `look`
+    stand_in: float = 0.25  # share of the estimated unread mass that gets the mean value; 0: none
+    mean: str = "read"  # of the values that are read (sinks too), of "all" far ones, or of "exact" ones
     shared_by: int = 1  # layers that use one selection
     sinks: int = 4
     tail: int = 128
@@ -229,6 +235,14 @@ def combined(e: np.ndarray, seen: np.ndarray, how: str) -> np.ndarray:
         return top + np.log(np.exp(e - top).sum(axis=0))
 
 
+def mean_value(of: str, far: np.ndarray, read: np.ndarray, causal: np.ndarray, values: tuple) -> np.ndarray:
+    """Plain mean of values per query, ``[n_q, head_dim]``; ``values``: far and exact ones of the prefix, own ones."""
+    cells = {"read": (far & read, ~far, causal), "all": (far, far & False, causal & False)}
+    weights = cells.get(of, (far & False, ~far, causal))
+    total = sum(w.astype(np.float32) @ v for w, v in zip(weights, values, strict=True))
+    return total / sum(w.sum(axis=1) for w in weights)[:, None]
+
+
 @dataclass
 class Measures:
     recalled: list[np.ndarray]
@@ -270,7 +284,7 @@ class SparseAttention:
             score = np.where(far, far_score, near_score)  # [ratio, n_q, n]
             sparse = rule.look is not None and layer >= rule.dense_layers
             if sparse:
-                taken = self.select(layer, kv, qs, scale, seen, far_score)
+                taken, estimate = self.select(layer, kv, qs, scale, seen, far_score)
                 read = ~far | np.repeat(taken, m, axis=1)
                 self.measures.read += taken.sum()
                 self.measures.visible += seen.sum()
@@ -283,18 +297,25 @@ class SparseAttention:
                 recalled[heads] = np.where(far & read, weight, 0).sum(axis=2) / far_mass
             weight = np.where(read, weight, 0)
             total = weight.sum(axis=2) + own.sum(axis=2)
-            mixed = np.where(far, weight, 0) @ coded.values[layer, kv]
-            mixed += np.where(far, 0, weight) @ self.rotate(self.values[layer, kv])
-            mixed += own @ v[:, kv]
+            values = coded.values[layer, kv], self.rotate(self.values[layer, kv]), v[:, kv]
+            mixed = np.where(far, weight, 0) @ values[0] + np.where(far, 0, weight) @ values[1] + own @ values[2]
+            if sparse and rule.stand_in:
+                with np.errstate(divide="ignore"):
+                    rest = np.log(m * np.where(seen & ~taken, np.exp(estimate), 0).sum(axis=2))
+                extra = np.minimum(rule.stand_in * np.exp(rest - top[..., 0]), total)
+                mixed += extra[..., None] * mean_value(rule.mean, far, read, causal, values)
+                total += extra
             out[:, heads] = (mixed / total[..., None]).swapaxes(0, 1)
         if sparse:
             self.measures.recalled.append(recalled)
         return self.rotate(out)
 
     def select(self, layer: int, kv: int, qs: np.ndarray, scale: np.float32, seen: np.ndarray, cells: np.ndarray):
+        """Groups that are read, bool ``[n_q, groups]``, and log of what each should get, ``[ratio, n_q, groups]``."""
         rule, coded = self.rule, self.coded
         if (layer - rule.dense_layers) % rule.shared_by:
-            return self.taken[kv]
+            # What the layer would make of its own groups is not known: nothing stands in.
+            return self.taken[kv], np.full((len(qs), *seen.shape), -np.inf, np.float32)
         e = scale * (qs @ coded.summary[layer, kv].T)
         squares = (qs**2).sum(axis=2, keepdims=True) * scale**2
         if rule.score == "channel":
@@ -303,7 +324,7 @@ class SparseAttention:
             e += rule.weight * squares * coded.spread[layer, kv]
         by_group = cells.reshape(*cells.shape[:2], -1, coded.m)
         top = by_group.max(axis=3)
-        true = top + np.log(np.exp(by_group - top[..., None]).sum(axis=3))
+        true = top + np.log(np.exp(by_group - top[..., None]).mean(axis=3))
         if rule.score == "true":
             e = true
         if rule.score == "two-stage":
@@ -313,7 +334,7 @@ class SparseAttention:
             e = np.where(first, true, -1e4)
         taken = take(combined(e, seen, rule.combine), seen, rule, rule.look)
         self.taken[kv] = taken
-        return taken
+        return taken, e
 
 
 # --- runs -------------------------------------------------------------------------------------------------------------
@@ -357,6 +378,19 @@ def rule_sets() -> dict[str, list[Rule]]:
         for m in (4, 2)
         for w, b in ((0.2, 0.1), (0.3, 0.1), (0.2, 0.05), (0.25, 0.15), (0.3, 0.2), (0.4, 0.1))
     ]
+    sets["stand-in"] = [
+        Rule(f"m={m} {int(100 * b)} % {name}", m=m, look=(b, b), dense_layers=2, stand_in=share, mean=of)
+        for m in (2, 4)
+        for b in (0.1, 0.2)
+        for name, share, of in (
+            ("nothing", 0.0, "read"),
+            ("mean of what is read, 0.25", 0.25, "read"),
+            ("mean of what is read, 0.5", 0.5, "read"),
+            ("mean of all, 0.25", 0.25, "all"),
+            ("mean of all, 0.5", 0.5, "all"),
+            ("mean of exact rows, 0.5", 0.5, "exact"),
+        )
+    ]
     sets["reuse"] = [Rule(f"m=4 20 % one selection for {n} layers", shared_by=n, dense_layers=2) for n in (1, 2, 4, 7)]
     return sets
 
@@ -367,8 +401,9 @@ def study(options: argparse.Namespace) -> None:
     core = _runtime.load()
     model = Model(options.model)
     options.cache.mkdir(parents=True, exist_ok=True)
-    ids = tokens_of(options, (options.prefix + options.tokens + 1) * options.windows)
-    windows = ids.reshape(options.windows, -1)
+    n_windows = options.skip + options.windows
+    ids = tokens_of(options, (options.prefix + options.tokens + 1) * n_windows)
+    windows = ids.reshape(n_windows, -1)[options.skip :]
     rules = [rule for name in options.rules for rule in rule_sets()[name]]
     results: dict[str, list] = {rule.name: [] for rule in rules}
     for number, window in enumerate(windows):
@@ -481,6 +516,43 @@ def runtime(options: argparse.Namespace) -> None:
             print(f"| {' '.join(flags[1:])} | {' | '.join(cells)} | {time.monotonic() - began:.0f} |", flush=True)
 
 
+# --- facts in a long text ---------------------------------------------------------------------------------------------
+
+
+def needle(options: argparse.Namespace) -> None:
+    from kvfold.config import KvConfig
+    from kvfold.verify.measures import find_needles
+    from kvfold.verify.scoring import REFERENCE, open_model
+
+    caches = {"f16": REFERENCE}
+    for m in options.groups:
+        caches[f"m = {m}, dense"] = KvConfig("fp4_csa2", group=m, lookup=1)
+        caches[f"m = {m}, look-up"] = KvConfig("fp4_csa2", group=m, min_context=min(4096, min(options.lengths) // 2))
+    text = options.text.read_text(encoding="utf-8")
+    results = []
+    for n_ctx in options.lengths:
+        for name, config in caches.items():
+            began = time.monotonic()
+            llm = open_model(options.model, config, n_ctx, options.threads, 0)
+            try:
+                facts = find_needles(llm, text, n_ctx)
+                share = llm.kv.lookup_share
+            finally:
+                llm.close()
+            entry = {"model": options.model.name, "n_ctx": n_ctx, "cache": name, "read": share}
+            entry["facts"] = [{"depth": d, "found": f, "loss": loss} for d, f, loss in facts]
+            results.append(entry)
+            print(f"{n_ctx} {name}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+            if options.json:
+                options.json.write_text(json.dumps(results, indent=1))
+    depths = [f"{100 * fact['depth']:.0f} %" for fact in results[0]["facts"]]
+    print(f"| tokens | cache | groups read | {' | '.join(depths)} |\n|---|---|---|{'---|' * len(depths)}")
+    for entry in results:
+        # The probability of the answer says more than yes or no, and all where f16 does not know it either.
+        cells = [f"{'found' if f['found'] else 'lost'} {-f['loss']:.3f}" for f in entry["facts"]]
+        print(f"| {entry['n_ctx']} | {entry['cache']} | {100 * entry['read']:.0f} % | {' | '.join(cells)} |")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
@@ -488,6 +560,7 @@ def main() -> None:
     one.add_argument("--prefix", type=int, default=3840)
     one.add_argument("--tokens", type=int, default=128, help="evaluated after each prefix; at most the near tier")
     one.add_argument("--windows", type=int, default=2)
+    one.add_argument("--skip", type=int, default=0, help="windows at the beginning of the text that are left out")
     one.add_argument("--rules", nargs="+", default=["budget"], choices=list(rule_sets()))
     one.add_argument("--cache", type=Path, default=Path("sparse_quality_cache"))
     one.set_defaults(run=study)
@@ -497,7 +570,13 @@ def main() -> None:
     other.add_argument("--threads", type=int, default=2)
     other.add_argument("--sets", nargs="+", default=list(RUNTIME_SETS), choices=list(RUNTIME_SETS))
     other.set_defaults(run=runtime)
-    for each in (one, other):
+    facts = commands.add_parser("needle")
+    facts.add_argument("--lengths", type=int, nargs="+", default=[2048, 4096], help="contexts")
+    facts.add_argument("--groups", type=int, nargs="+", default=[4, 2])
+    facts.add_argument("--threads", type=int, default=2)
+    facts.add_argument("--json", type=Path, help="keep the numbers here")
+    facts.set_defaults(run=needle)
+    for each in (one, other, facts):
         each.add_argument("model", type=Path)
         each.add_argument("text", type=Path)
     options = parser.parse_args()

@@ -91,16 +91,18 @@ py::tuple select(const py::array & far_k, const py::array & far_v, const py::arr
     }
     uint64_t counters[2] = {0, 0};
     a.counters           = counters;
+    py::array_t<float> unread({py::ssize_t(a.n_q), py::ssize_t(a.n_head)});
+    a.unread = unread.mutable_data();
     run(n_threads, kv_select_scratch(a, n_threads), [&a](const Threads & t) { kv_select(a, t); });
-    return py::make_tuple(selected, new_pool, counters[0], counters[1]);
+    return py::make_tuple(selected, new_pool, counters[0], counters[1], unread);
 }
 
 py::array_t<float> attend_sparse(const py::array & far_k, const py::array & far_v, const py::array & side,
                                  const py::array & near_k, const py::array & near_v, const py::array & cur_k,
                                  const py::array & cur_v, const py::array & cell_src, const py::array & q,
                                  const py::array & selected, const std::optional<py::array> & mask,
-                                 const std::optional<py::array> & sinks, int group, float scale, float softcap,
-                                 const RotationSizes & rotation, int n_threads) {
+                                 const std::optional<py::array> & sinks, const std::optional<py::array> & unread,
+                                 int group, float scale, float softcap, const RotationSizes & rotation, int n_threads) {
     require_threads(n_threads);
     const LayerMemory mem = layer_memory({far_k, far_v, side, near_k, near_v, group}, false);
     CellLists         lists;
@@ -109,6 +111,10 @@ py::array_t<float> attend_sparse(const py::array & far_k, const py::array & far_
                                   {cell_src, q, mask, sinks, scale, softcap, rotation}, lists);
     a.selected = require_lists("selected", selected, a.attend.n_q, mem.n_head_kv, groups_of(a.attend));
     a.capacity = int32_t(selected.shape(2)) - 1;
+    if (unread) {
+        a.unread =
+            static_cast<const float *>(require("unread", *unread, Element::f32, {a.attend.n_q, a.attend.n_head}));
+    }
     py::array_t<float> out({py::ssize_t(a.attend.n_q), py::ssize_t(a.attend.n_head), py::ssize_t(mem.head_dim)});
     a.attend.out = out.mutable_data();
     run(n_threads, kv_attend_sparse_scratch(a, n_threads), [&a](const Threads & t) { kv_attend_sparse(a, t); });
@@ -137,15 +143,16 @@ new_pool_capacity  room of the lists of the best groups that are returned as a p
 
 Returns the lists (taken groups and those that are only partly far) int32 [n_q, n_head_kv, 1 + capacity], the new pool
 or None, the number of complete groups that queries saw and the number of those taken, both summed over queries and KV
-heads.
+heads, and the log of the estimated attention that is left unread, float32 [n_q, n_head].
 ValueError: an array of another type or shape, or a number out of range.)");
     m.def("kv_attend_sparse", &attend_sparse, arg("far_k"), arg("far_v"), arg("side"), arg("near_k"), arg("near_v"),
           arg("cur_k"), arg("cur_v"), arg("cell_src"), arg("q"), arg("selected"), arg("mask") = py::none(),
-          arg("sinks") = py::none(), py::kw_only(), arg("group"), arg("scale"), arg("softcap") = 0.0f,
-          arg("rotation") = RotationSizes(0, 0), arg("n_threads") = 1,
+          arg("sinks") = py::none(), arg("unread") = py::none(), py::kw_only(), arg("group"), arg("scale"),
+          arg("softcap") = 0.0f, arg("rotation") = RotationSizes(0, 0), arg("n_threads") = 1,
           R"(kv_attend that reads, of the far cells, only those of the listed groups.
 
 selected  int32 [n_q, n_head_kv, 1 + capacity]: for each query and KV head a count, then ascending groups
+unread    float32 [n_q, n_head], as from kv_select: the mean value stands in for it; None: nothing does
 The other arguments and the result are those of kv_attend.
 ValueError: an array of another type or shape, a source that does not exist, or a list that is not ascending.)");
 }

@@ -126,10 +126,12 @@ ggml_tensor * attend_node(ggml_context * ctx, const NodeSpec & spec, ggml_tensor
     return t;
 }
 
+// With `unread` there is room for SelectArgs::unread.
 ggml_tensor * select_node(ggml_context * ctx, const NodeSpec & spec, ggml_tensor * q, ggml_tensor * plan,
-                          ggml_tensor * mask, ggml_tensor * pool, int32_t capacity) {
-    ggml_tensor * t =
-        ggml_new_tensor_3d(ctx, GGML_TYPE_I32, group_list_stride(capacity), spec.layer.n_head_kv, q->ne[1]);
+                          ggml_tensor * mask, ggml_tensor * pool, int32_t capacity, bool unread) {
+    const int64_t n_q = q->ne[1], heads = spec.layer.n_head_kv, stride = group_list_stride(capacity);
+    const int64_t behind = unread ? (n_q * q->ne[2] + stride * heads - 1) / (stride * heads) : 0;
+    ggml_tensor * t      = ggml_new_tensor_3d(ctx, GGML_TYPE_I32, stride, heads, n_q + behind);
     make_custom(t, NodeOp::select, spec, {q, spec.layer.tier, plan, mask, pool});
     return t;
 }
@@ -175,9 +177,12 @@ void keep_with_cache(const llm_graph_context & g, const CacheLayer & layer, ggml
 ggml_tensor * select_groups(const llm_graph_context & g, const kvfold_cache & cache, NodeSpec spec, ggml_tensor * q,
                             ggml_tensor * mask, PlanInput & input, int il) {
     const kvfold_config & config = cache.config;
+    // Only the CPU's attention has something stand in for what is not read.
+    const bool can_stand_in = ggml_backend_buffer_is_host(spec.layer.far_k->buffer);
     const auto select = [&](const LookupBudget & budget, ggml_tensor * pool, int32_t capacity, const char * what) {
-        spec.budget        = budget;
-        ggml_tensor * node = select_node(g.ctx0, spec, q, input.words, mask, pool, capacity);
+        spec.budget          = budget;
+        const bool    unread = can_stand_in && budget.lookup_max > 0.0f;
+        ggml_tensor * node   = select_node(g.ctx0, spec, q, input.words, mask, pool, capacity, unread);
         ggml_format_name(node, "kvfold_%s-%d", what, il);
         keep_with_cache(g, spec.layer, node);
         ggml_build_forward_expand(g.gf, node);
@@ -287,7 +292,7 @@ ggml_tensor * probe_select(ggml_context * ctx, int32_t n_head, int32_t n_head_kv
     ggml_tensor *    groups =
         pool ? ggml_new_tensor_3d(ctx, GGML_TYPE_I32, group_list_stride(capacity), n_head_kv, 1) : nullptr;
     return select_node(ctx, {layer, group, {}, 1.0f}, probe_q(ctx, n_head, head_dim), probe_plan(ctx, group),
-                       probe_mask(ctx), groups, capacity);
+                       probe_mask(ctx), groups, capacity, false);
 }
 
 }  // namespace kvfold

@@ -84,14 +84,22 @@ struct Partials {
 
     // Writes the results of the thread's share of the rows.
     void merge(const AttendArgs & a, const Threads & t) const {
+        merge(a, t, [](int64_t, int32_t, float, float &, float *) {});
+    }
+
+    // The same; add(query, head, maximum, sum, values) may add to the sum of a row, in units of exp(maximum), and to its weighted
+    // values.
+    template <typename Add>
+    void merge(const AttendArgs & a, const Threads & t, const Add & add) const {
         const int64_t rows = int64_t(a.n_q) * a.n_head;
         for (int64_t r = t.ith; r < rows; r += t.nth) {
-            merge_row(a, t, r / a.n_head, int32_t(r % a.n_head));
+            merge_row(a, t, r / a.n_head, int32_t(r % a.n_head), add);
         }
     }
 
   private:
-    void merge_row(const AttendArgs & a, const Threads & t, int64_t query, int32_t head) const {
+    template <typename Add>
+    void merge_row(const AttendArgs & a, const Threads & t, int64_t query, int32_t head, const Add & add) const {
         const int32_t dim     = a.mem.head_dim;
         float         maximum = -kInfinity;
         for (int32_t s = 0; s < n_splits; ++s) {
@@ -114,6 +122,7 @@ struct Partials {
                 to[d] += weight * from[d];
             }
         }
+        add(query, head, maximum, sum, to);
         const float factor = finish(maximum, sum, a.sinks, head);
         for (int32_t d = 0; d < dim; ++d) {
             to[d] *= factor;

@@ -120,7 +120,8 @@ enum : int {
 };
 }
 
-// select -> i32 [1 + capacity, n_head_kv, n_tokens], the lists of SelectArgs::selected
+// select -> i32 [1 + capacity, n_head_kv, n_tokens + n], the lists of SelectArgs::selected; with n > 0, SelectArgs::unread (f32)
+//           behind them
 namespace select_src {
 enum : int {
     q,  // as for attend

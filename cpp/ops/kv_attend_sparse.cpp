@@ -5,6 +5,9 @@
 // tile's rows are prefetched when it is gathered, which is one tile before it is used.
 //
 // Only cells that the query sees are gathered, so whatever other cells hold cannot reach its result.
+//
+// When something stands in for what is not read, a row of weights that are all 1 goes along with those of the query heads: it adds
+// up the values of everything that is read, for their mean.
 
 #include "ops/attend_scratch.h"
 #include "ops/attend_tile.h"
@@ -28,6 +31,7 @@ struct Shape {
     RotatedOffsets rotated;
     size_t         thread_offset;
     Partials       partials;
+    size_t         mean_offset;  // [n_splits][n_q][n_head_kv] sums of values, head_dim, and how many of them
     size_t         bytes;
 
     Shape(const SparseAttendArgs & args, int nth) {
@@ -40,7 +44,7 @@ struct Shape {
         n_splits                 = int32_t(std::max<int64_t>(1, std::min<int64_t>(n_splits, far / kMinCells)));
         n_tasks                  = a.n_q * a.mem.n_head_kv * n_splits;
 
-        const size_t rows = size_t(gqa);
+        const size_t rows = size_t(gqa) + 1;
         const size_t floats =
             size_t(keys_floats(dim) + values_floats(dim) + 9 * dim) + rows * size_t(kTile + 2 * dim + 3);
         thread_bytes = ScratchPlan::align(floats * sizeof(float));
@@ -50,7 +54,14 @@ struct Shape {
         rotated       = reserve_rotated(a, plan);
         thread_offset = plan.reserve(size_t(nth) * thread_bytes);
         partials      = {plan.reserve(Partials::size(a, n_splits)), n_splits};
+        mean_offset   = plan.reserve(size_t(n_tasks) * size_t(dim + 1) * sizeof(float));
         bytes         = plan.bytes();
+    }
+
+    float * mean(const AttendArgs & a, const Threads & t, int32_t split, int64_t query, int32_t kv_head) const {
+        const size_t index =
+            (size_t(split) * size_t(a.n_q) + size_t(query)) * size_t(a.mem.n_head_kv) + size_t(kv_head);
+        return scratch_at<float>(t, mean_offset) + index * size_t(a.mem.head_dim + 1);
     }
 };
 
@@ -184,11 +195,12 @@ struct TileReader {
 // One query's heads of a KV head.
 struct Rows {
     int32_t       n;
-    const float * q;    // [n][head_dim], rotated and scaled
-    float *       out;  // [n][head_dim], not yet divided by `sum`
+    int32_t       n_out;  // n, or one more: that one adds up all values
+    const float * q;      // [n][head_dim], rotated and scaled
+    float *       out;    // [n_out][head_dim], not yet divided by `sum`
     float *       maximum;
     float *       sum;
-    float *       rescale;
+    float *       rescale;  // [n_out]
 };
 
 template <int DIM>
@@ -202,15 +214,17 @@ void attend_tile(const AttendArgs & a, const Tile & tile, int32_t head, const Ro
         load_tile<DIM>(reader, memory);
     }
     const float * bias = tile.biased || tile.n < kTile ? tile.bias : nullptr;
-    for (int32_t r0 = 0; r0 < rows.n; r0 += kStrip) {
-        const int32_t n = std::min(kStrip, rows.n - r0);
-        if (!direct) {
+    for (int32_t r0 = 0; r0 < rows.n_out; r0 += kStrip) {
+        const int32_t n_out = std::min(kStrip, rows.n_out - r0);
+        const int32_t n     = std::min(n_out, rows.n - r0);
+        if (!direct && n > 0) {
             product(n, rows.q + r0 * DIM, DIM, memory.keys, DIM, memory.score + r0 * kTile, kTile, nullptr);
         }
         for (int32_t r = r0; r < r0 + n; ++r) {
             soften(memory.score + r * kTile, bias, a.softcap, rows.maximum[r], rows.sum[r], rows.rescale[r]);
         }
-        product(n, memory.score + r0 * kTile, kTile, memory.values, kTile, rows.out + r0 * DIM, DIM, rows.rescale + r0);
+        product(n_out, memory.score + r0 * kTile, kTile, memory.values, kTile, rows.out + r0 * DIM, DIM,
+                rows.rescale + r0);
     }
 }
 
@@ -230,19 +244,25 @@ void run_task(const SparseAttendArgs & args, const AttendArgs & a, const Shape &
         return p;
     };
     const size_t     gqa     = size_t(shape.gqa);
-    const TileMemory memory  = {take(keys_floats(DIM)), take(values_floats(DIM)), take(8 * DIM), take(gqa * kTile)};
+    const size_t     n_out   = gqa + (args.unread != nullptr ? 1 : 0);
+    const TileMemory memory  = {take(keys_floats(DIM)), take(values_floats(DIM)), take(8 * DIM), take(n_out * kTile)};
     float *          summary = take(DIM);
     float *          q       = take(gqa * DIM);
-    const Rows       rows    = {shape.gqa, q, take(gqa * DIM), take(gqa), take(gqa), take(gqa)};
+    const Rows       rows    = {
+        shape.gqa, int32_t(n_out), q, take(n_out * DIM), take(gqa), take(gqa), take(n_out),
+    };
     for (int32_t r = 0; r < rows.n; ++r) {
         const float * from = a.q + query * a.q_stride_query + (head * shape.gqa + r) * a.q_stride_head;
         for (int d = 0; d < DIM; ++d) {
             q[r * DIM + d] = from[d] * a.scale;
         }
     }
-    std::fill_n(rows.out, gqa * DIM, 0.0f);
+    std::fill_n(rows.out, n_out * DIM, 0.0f);
     std::fill_n(rows.maximum, gqa, -kInfinity);
     std::fill_n(rows.sum, gqa, 0.0f);
+    std::fill_n(rows.rescale, n_out, 1.0f);
+    std::fill(memory.score + gqa * kTile, memory.score + n_out * kTile, 1.0f);  // (empty rows of a tile are zeros)
+    int32_t n_read = 0;
 
     Gatherer<DIM> gatherer(a, list + 1, query, head, begin(a.n_exact, split), begin(a.n_exact, split + 1),
                            begin(list[0], split), begin(list[0], split + 1));
@@ -250,6 +270,7 @@ void run_task(const SparseAttendArgs & args, const AttendArgs & a, const Shape &
     int           now = 0;
     for (bool more = gatherer.fill(tiles[now]); more; now ^= 1) {
         more = gatherer.fill(tiles[now ^ 1]);
+        n_read += tiles[now].n;
         attend_tile<DIM>(a, tiles[now], head, rows, memory, summary);
     }
     for (int32_t r = 0; r < rows.n; ++r) {
@@ -257,6 +278,32 @@ void run_task(const SparseAttendArgs & args, const AttendArgs & a, const Shape &
         memcpy(to, rows.out + r * DIM, DIM * sizeof(float));
         to[DIM]     = rows.maximum[r];
         to[DIM + 1] = rows.sum[r];
+    }
+    if (args.unread != nullptr) {
+        float * to = shape.mean(a, threads, split, query, head);
+        memcpy(to, rows.out + gqa * DIM, DIM * sizeof(float));
+        to[DIM] = float(n_read);
+    }
+}
+
+// Adds what stands in for the unread groups to a row; see SparseAttendArgs.
+void stand_in(const SparseAttendArgs & args, const Shape & shape, const Threads & t, int64_t query, int32_t head,
+              float maximum, float & sum, float * values) {
+    const AttendArgs & a    = args.attend;
+    const float        mass = std::min(kStandIn * expf(args.unread[query * a.n_head + head] - maximum), sum);
+    float              n    = 0.0f;
+    for (int32_t s = 0; s < shape.n_splits; ++s) {
+        n += shape.mean(a, t, s, query, head / shape.gqa)[a.mem.head_dim];
+    }
+    if (!(mass > 0.0f) || n == 0.0f) {
+        return;
+    }
+    sum += mass;
+    for (int32_t s = 0; s < shape.n_splits; ++s) {
+        const float * from = shape.mean(a, t, s, query, head / shape.gqa);
+        for (int32_t d = 0; d < a.mem.head_dim; ++d) {
+            values[d] += mass / n * from[d];
+        }
     }
 }
 
@@ -272,7 +319,13 @@ void kv_attend_sparse(const SparseAttendArgs & args, const Threads & t) {
     run_tasks(t, shape.n_tasks, a.mem.head_dim,
               [&](auto dim, int32_t task) { run_task<decltype(dim)::value>(args, a, shape, t, task); });
     wait_for_all(t);
-    shape.partials.merge(a, t);
+    if (args.unread == nullptr) {
+        shape.partials.merge(a, t);
+        return;
+    }
+    shape.partials.merge(a, t, [&](int64_t query, int32_t head, float maximum, float & sum, float * values) {
+        stand_in(args, shape, t, query, head, maximum, sum, values);
+    });
 }
 
 }  // namespace kvfold

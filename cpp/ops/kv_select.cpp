@@ -50,7 +50,8 @@ struct Shape {
         block             = std::max(1, block);
 
         const size_t q_rows = size_t(a.n_q) * size_t(a.n_head);
-        thread_bytes = ScratchPlan::align(size_t(4 * dim) * sizeof(float) + size_t(kSelectBins) * sizeof(int32_t));
+        thread_bytes =
+            ScratchPlan::align(size_t(4 * dim) * sizeof(float) + size_t(kSelectBins + n_slots) * sizeof(int32_t));
 
         ScratchPlan plan;
         q_offset      = plan.reserve(q_rows * size_t(dim) * sizeof(float));
@@ -73,6 +74,7 @@ struct Work {
     float *            score;    // [query of the round][n_head][n_slots]
     float *            decoded;  // [4][head_dim], this thread's
     int32_t *          count;    // [kSelectBins], this thread's
+    int32_t *          bins;     // [n_slots], this thread's
 
     Work(const SelectArgs & args, const Shape & s, const Threads & t) : a(args), shape(s), threads(t) {
         q       = scratch_at<float>(t, s.q_offset);
@@ -81,6 +83,7 @@ struct Work {
         score   = scratch_at<float>(t, s.score_offset);
         decoded = scratch_at<float>(t, s.thread_offset + size_t(t.ith) * s.thread_bytes);
         count   = reinterpret_cast<int32_t *>(decoded + 4 * args.mem.head_dim);
+        bins    = count + kSelectBins;
     }
 
     float * row(int32_t query_of_round, int32_t head) const {
@@ -294,45 +297,51 @@ float log_sum(const float * score, int32_t n) {
     return largest + logf(v_sum(sum));
 }
 
-// Replaces the first of a KV head's rows by bin numbers (as int32; -1: no candidate). Returns the number of candidates.
-int32_t make_bins(const Work & w, int32_t query_of_round, int32_t kv_head, int32_t *& bins) {
+// Bins of all slots for a KV head (-1: no candidate), in the thread's memory. Its rows of scores become probabilities, and
+// total[j], if wanted, the log of the sum of row j before. Returns the number of candidates.
+int32_t make_bins(const Work & w, int32_t query_of_round, int32_t kv_head, float * total) {
     const int32_t n    = w.shape.n_slots;
-    const int32_t head = kv_head * w.shape.gqa;
-    float *       p    = w.row(query_of_round, head);
-    bins               = reinterpret_cast<int32_t *>(p);
+    const int32_t gqa  = w.shape.gqa;
+    const int32_t head = kv_head * gqa;
+    float *       p    = reinterpret_cast<float *>(w.bins);  // log of the sum over heads, until bins take its place
 
-    for (int32_t j = 0; j < w.shape.gqa; ++j) {
+    for (int32_t j = 0; j < gqa; ++j) {
         float *     score = w.row(query_of_round, head + j);
         const float sum   = log_sum(score, n);
+        if (total != nullptr) {
+            total[j] = sum;
+        }
         if (sum == -kInfinity) {
-            std::fill_n(bins, n, -1);
+            std::fill_n(w.bins, n, -1);
             return 0;
         }
         for (int32_t s = 0; s < n; s += kLanes) {
-            v_store(score + s, v_load(score + s) - v_set(sum));
+            const VFloat x      = v_load(score + s);
+            const VFloat e      = v_exp(x - v_set(sum));
+            const VFloat before = j > 0 ? v_load(p + s) : x == v_set(kNoCandidate) ? x : VFloat{};
+            v_store(score + s, e);
+            v_store(p + s, before + e);  // kNoCandidate stays what it is
         }
     }
     VFloat top = v_set(-kInfinity);
     for (int32_t s = 0; s < n; s += kLanes) {
-        VFloat mass = {};
-        for (int32_t j = 0; j < w.shape.gqa; ++j) {
-            mass += v_exp(v_load(p + int64_t(j) * n + s));
-        }
-        const VFloat first = v_load(p + s);
-        const VInt   none  = first == v_set(kNoCandidate);
-        const VFloat log   = none ? first : v_log(mass);
+        const VFloat mass = v_load(p + s);
+        const VFloat log  = mass == v_set(kNoCandidate) ? mass : v_log(mass);
         v_store(p + s, log);
         top = v_max(top, log);
     }
-    const VFloat largest    = v_set(v_largest(top));
+    // floor(-64 p) by truncating: p is at most the log of the number of heads, far below this offset in bins.
+    const VFloat offset     = v_set(64.0f * kBinsPerNat);
+    const auto   on_grid    = [offset](VFloat x) { return offset - v_set(float(kBinsPerNat)) * x; };
+    const VInt   first      = __builtin_convertvector(on_grid(v_set(v_largest(top))), VInt);
+    const VFloat last       = __builtin_convertvector(first + (kSelectBins - 1), VFloat);
     VInt         candidates = {};
     for (int32_t s = 0; s < n; s += kLanes) {
         const VFloat log  = v_load(p + s);
         const VInt   none = log == v_set(kNoCandidate);
-        const VFloat x    = v_set(float(kBinsPerNat)) * (largest - (none ? largest : log));
-        const VFloat last = v_set(float(kSelectBins - 1));
-        const VInt   bin  = __builtin_convertvector(x > last ? last : x, VInt) | none;  // -1 is all bits
-        memcpy(bins + s, &bin, sizeof bin);
+        const VFloat x    = on_grid(none ? VFloat{} : log);
+        const VInt   bin  = (__builtin_convertvector(x > last ? last : x, VInt) - first) | none;  // -1 is all bits
+        memcpy(w.bins + s, &bin, sizeof bin);
         candidates += none + 1;
     }
     int32_t sum = 0;
@@ -388,7 +397,7 @@ Cut cut_after(const int32_t * count, int32_t k) {
     return {bin, bin < kSelectBins ? sum + count[bin] - k : 0};
 }
 
-// Walks slots in order and calls use(group) for the first `k` candidates.
+// Walks slots in order and calls use(group, slot) for the first `k` candidates.
 template <typename Use>
 void for_taken(const int32_t * bins, const int32_t * pool, int32_t n, const int32_t * count, int32_t k,
                const Use & use) {
@@ -404,7 +413,7 @@ void for_taken(const int32_t * bins, const int32_t * pool, int32_t n, const int3
             --cut.left_out;
             continue;
         }
-        use(pool != nullptr ? pool[1 + s] : s);
+        use(pool != nullptr ? pool[1 + s] : s, s);
     }
 }
 
@@ -414,8 +423,9 @@ void list_groups(const Work & w, int32_t first, int32_t query, int32_t kv_head) 
     const int32_t *    pool  = a.pool != nullptr ? w.pool(query, kv_head) : nullptr;
     const int32_t      slots = std::min(w.shape.n_slots, pool != nullptr ? pool[0] : w.shape.n_groups);
 
-    int32_t *     bins       = nullptr;
-    const int32_t candidates = make_bins(w, query - first, kv_head, bins);
+    const int32_t * bins       = w.bins;
+    float *         unread     = a.unread != nullptr ? a.unread + index * w.shape.gqa : nullptr;
+    const int32_t   candidates = make_bins(w, query - first, kv_head, unread);
     std::fill_n(w.count, kSelectBins, 0);
     for (int32_t s = 0; s < slots; ++s) {
         if (bins[s] >= 0) {
@@ -442,7 +452,7 @@ void list_groups(const Work & w, int32_t first, int32_t query, int32_t kv_head) 
             }
         }
     };
-    for_taken(bins, pool, slots, w.count, k, [&](int32_t group) {
+    for_taken(bins, pool, slots, w.count, k, [&](int32_t group, int32_t) {
         add_partial(group);
         next          = std::max(next, group);
         list[1 + n++] = group;
@@ -450,11 +460,19 @@ void list_groups(const Work & w, int32_t first, int32_t query, int32_t kv_head) 
     add_partial(w.shape.n_groups);
     list[0] = n;
 
+    for (int32_t j = 0; unread != nullptr && j < w.shape.gqa; ++j) {
+        const float * probability = w.row(query - first, kv_head * w.shape.gqa + j);
+        float         read        = 0.0f;
+        for_taken(bins, pool, slots, w.count, k, [&](int32_t, int32_t slot) { read += probability[slot]; });
+        // What rounding leaves of 1 when everything has been read is nothing.
+        unread[j] = k == candidates ? -kInfinity : unread[j] + logf(std::max(0.0f, 1.0f - read) * float(a.mem.group));
+    }
+
     if (a.new_pool != nullptr) {
         int32_t * to = a.new_pool + index * group_list_stride(a.new_pool_capacity);
         int32_t   m  = 0;
         for_taken(bins, pool, slots, w.count, std::min(candidates, a.new_pool_capacity),
-                  [&](int32_t group) { to[1 + m++] = group; });
+                  [&](int32_t group, int32_t) { to[1 + m++] = group; });
         to[0] = m;
     }
     if (a.counters != nullptr) {

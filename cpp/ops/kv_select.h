@@ -38,13 +38,16 @@ constexpr int64_t group_list_stride(int32_t capacity) { return 1 + int64_t(capac
 // is the log of the attention that group g should get: the mean score, and what the spread of the keys adds to the mean of
 // the exponentials. The heads of a KV head share one selection, by the sum of their estimated probabilities:
 //   p[g]   = log sum over j of exp(e[g][j] - log sum over candidates c of exp(e[c][j]))
-//   bin[g] = min(2047, floor(64 * (max over candidates of p - p[g])))
+//   bin[g] = min(2047, floor(-64 * p[g]) - min over candidates c of floor(-64 * p[c]))
 // Candidates are taken in order of bin, and within a bin from the highest group number (the most recent) down. Bins make
 // the result independent of the order in which sums are made, but for scores on an edge. A bin of n groups counts as a
 // mass of n * exp(-bin / 64). A NaN score sorts last.
 //
 // A list holds the taken candidates and all partial groups. Should those not fit `capacity` the partial groups go first,
 // then candidates in order; callers that cannot accept this check the number of partial groups themselves.
+//
+// What is left unread is estimated too, for a stand-in (see kv_attend_sparse):
+//   unread[j] = log( group * sum over candidates g that are not taken of exp(e[g][j]) ), -inf when all are taken
 struct SelectArgs {
     LayerMemory      mem;  // far_k, far_v and near rows are not read
     Rotation         rot;
@@ -69,15 +72,26 @@ struct SelectArgs {
     int32_t *  new_pool;  // lists [n_q][n_head_kv][1 + new_pool_capacity]: the first candidates in order, as many as
     int32_t    new_pool_capacity;  // there is room for; or null
     uint64_t * counters;           // [2] candidates without a pool (V), candidates taken: added to; or null
+    float *    unread;             // [n_q][n_head]; or null
 };
 size_t kv_select_scratch(const SelectArgs & a, int nth);
 void   kv_select(const SelectArgs & a, const Threads & t);
 
+// Of the estimated mass that is left unread, the share that the mean value stands in for. Were unread values like any other,
+// it would be 1; but they are also like those that the same query has found (bench/sparse_quality.py).
+constexpr float kStandIn = 0.25f;
+
 // kv_attend_sparse: kv_attend that reads, of the far cells, only those of the groups listed for the query and KV head.
+//
+// With `unread` the mean value stands in for the rest: with M the mass that head j has read (its softmax sum, without sinks, in
+// units of exp(score)) and v the plain mean of the values of all cells that the query reads for the KV head,
+//   w = min(kStandIn * exp(unread[j]), M)
+// is added to the sum and w * v to the weighted values.
 struct SparseAttendArgs {
     AttendArgs      attend;
     const int32_t * selected;  // lists [n_q][n_head_kv][1 + capacity]
     int32_t         capacity;
+    const float *   unread;  // [n_q][n_head], as kv_select makes it; null: nothing stands in
 };
 size_t kv_attend_sparse_scratch(const SparseAttendArgs & a, int nth);
 void   kv_attend_sparse(const SparseAttendArgs & a, const Threads & t);

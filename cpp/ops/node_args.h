@@ -98,9 +98,20 @@ inline uint64_t * counters_of(const LayerMemory & m) {
     return reinterpret_cast<uint64_t *>(m.side + side.counters_offset);
 }
 
+// What a select node says about unread groups, behind its lists; null if it has no room for that.
+inline float * unread_of(const ggml_tensor * selection) {
+    const int64_t n_q = selection->src[select_src::q]->ne[1];
+    return selection->ne[2] > n_q
+               ? reinterpret_cast<float *>(tensor_data<int32_t>(selection) + n_q * selection->ne[1] * selection->ne[0])
+               : nullptr;
+}
+
 inline SparseAttendArgs sparse_attend_args(const ggml_tensor * t) {
     const ggml_tensor * selection = t->src[attend_src::selection];
-    return {attend_args(t), tensor_data<const int32_t>(selection), int32_t(selection->ne[0] - 1)};
+    // A list that was made for the queries of another layer says nothing about what these leave unread.
+    const bool own = selection->src[select_src::q] == t->src[attend_src::q];
+    return {attend_args(t), tensor_data<const int32_t>(selection), int32_t(selection->ne[0] - 1),
+            own ? unread_of(selection) : nullptr};
 }
 
 inline SelectArgs select_args(const ggml_tensor * t) {
@@ -120,6 +131,7 @@ inline SelectArgs select_args(const ggml_tensor * t) {
     a.selected      = tensor_data<int32_t>(t);
     a.capacity      = int32_t(t->ne[0] - 1);
     a.counters      = p.lookup_max == 0 && p.min_tokens != 0 ? nullptr : counters_of(a.mem);
+    a.unread        = unread_of(t);
     return a;
 }
 

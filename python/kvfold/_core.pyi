@@ -135,8 +135,8 @@ def kv_select(
     capacity: int | None = None,
     new_pool_capacity: int = 0,
     n_threads: int = 1,
-) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32] | None, int, int]:
-    """The operation ``kv_select`` on arrays: lists, new pool, groups seen, groups taken."""
+) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32] | None, int, int, npt.NDArray[np.float32]]:
+    """The operation ``kv_select`` on arrays: lists, new pool, groups seen, groups taken, log of the unread attention."""
 
 def kv_attend_sparse(
     far_k: npt.NDArray[Any],
@@ -151,6 +151,7 @@ def kv_attend_sparse(
     selected: npt.NDArray[Any],
     mask: npt.NDArray[Any] | None = None,
     sinks: npt.NDArray[Any] | None = None,
+    unread: npt.NDArray[Any] | None = None,
     *,
     group: int,
     scale: float,

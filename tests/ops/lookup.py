@@ -15,7 +15,7 @@ from scenes import Scene, scene
 
 @dataclass
 class Selection:
-    """Result of ``kv_select``: ``lists[i][h]`` and ``pools[i][h]`` are group numbers."""
+    """Result of ``kv_select``: ``lists[i][h]`` and ``pools[i][h]`` are group numbers; ``unread [n_q, n_head]``."""
 
     lists: list[list[np.ndarray]]
     raw: np.ndarray
@@ -23,6 +23,7 @@ class Selection:
     raw_pool: np.ndarray | None
     visible: int
     taken: int
+    unread: np.ndarray
 
 
 def unpack(raw: np.ndarray) -> list[list[np.ndarray]]:
@@ -56,7 +57,7 @@ def select(
     new_pool: int = 0,
     n_threads: int = 1,
 ) -> Selection:
-    raw, raw_pool, visible, taken = core.kv_select(
+    raw, raw_pool, visible, taken, unread = core.kv_select(
         layer.far_k,
         layer.far_v,
         layer.side,
@@ -78,7 +79,7 @@ def select(
         n_threads=n_threads,
     )
     pools = None if raw_pool is None else unpack(raw_pool)
-    return Selection(unpack(raw), raw, pools, raw_pool, visible, taken)
+    return Selection(unpack(raw), raw, pools, raw_pool, visible, taken, unread)
 
 
 def attend_sparse(
@@ -91,6 +92,7 @@ def attend_sparse(
     mask: np.ndarray | None = None,
     *,
     sinks: np.ndarray | None = None,
+    unread: np.ndarray | None = None,
     scale: float = 1.0,
     softcap: float = 0.0,
     rotation: Rotation = (0, 0),
@@ -104,6 +106,7 @@ def attend_sparse(
             selected,
             None if mask is None else np.ascontiguousarray(mask),
             sinks,
+            unread,
             group=layer.group,
             scale=float(scale),
             softcap=softcap,

@@ -87,6 +87,47 @@ def test_rotation(core, rotation: tuple[int, int]) -> None:
     compare(core, s, queries(rng, 3, s, 4), random_lists(rng, 3, s, 0.3), rotation=rotation)
 
 
+@pytest.mark.parametrize("group", [2, 4, 16])
+@pytest.mark.parametrize(("head_dim", "ratio"), SHAPES)
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_something_stands_in_for_the_unread(core, group: int, head_dim: int, ratio: int, with_sinks: bool) -> None:
+    """Estimates from nothing at all to far more than what is read, which is the limit."""
+    rng = np.random.default_rng([20, group, head_dim, ratio])
+    s = lookup_scene(rng, n_groups=max(20, 160 // group), group=group, head_dim=head_dim)
+    q = queries(rng, 3, s, ratio)
+    sinks = (3 * rng.standard_normal(q.shape[1])).astype(np.float32) if with_sinks else None
+    unread = (4 * rng.standard_normal(q.shape[:2]) + 3).astype(np.float32)
+    unread[0, 0], unread[1, -1] = -np.inf, 90
+    for softcap, turn in ((0.0, (0, 0)), (5.0, (64, 64))):
+        compare(
+            core,
+            s,
+            q,
+            random_lists(rng, 3, s, 0.3),
+            sinks=sinks,
+            unread=unread,
+            softcap=softcap,
+            rotation=turn,
+        )
+
+
+def test_stand_in_of_nothing_read(core) -> None:
+    """Without a value there is no mean, and without an estimate nothing changes to the bit."""
+    rng = np.random.default_rng(21)
+    s = lookup_scene(rng, n_groups=40, group=4, states=["complete"] * 40)
+    q, nothing = queries(rng, 2, s, 3), lookup.pack([[np.zeros(0, int)] * 2] * 2, 3)
+    got = lookup.attend_sparse(
+        core, s.layer, s.cur, s.cell_src, q, nothing, scale=0.1, unread=np.ones((2, 6), np.float32)
+    )
+    assert not got.any()
+    lists, none = lookup.pack(random_lists(rng, 2, s, 0.3)), np.full((2, 6), -np.inf, np.float32)
+    results = [
+        lookup.attend_sparse(core, s.layer, s.cur, s.cell_src, q, lists, scale=0.1, unread=unread)
+        for unread in (None, none)
+    ]
+    assert np.array_equal(*results)
+
+
 def test_mask_values_are_added(core) -> None:
     rng = np.random.default_rng(1)
     s = lookup_scene(rng, n_groups=60, group=4)
@@ -168,6 +209,10 @@ def test_bad_lists_are_refused(core) -> None:
     for bad in ([3, 2], [1, 1], [20], [-1]):
         with pytest.raises(ValueError, match="selected"):
             lookup.attend_sparse(core, s.layer, s.cur, s.cell_src, q, lookup.pack([[np.array(bad)]]))
+    with pytest.raises(ValueError, match="unread"):
+        lookup.attend_sparse(
+            core, s.layer, s.cur, s.cell_src, q, lookup.pack([[np.array([3])]]), unread=np.zeros((1, 2), np.float32)
+        )
     with pytest.raises(ValueError, match="selected"):
         lookup.attend_sparse(core, s.layer, s.cur, s.cell_src, q, np.array([[[5, 0, 1]]], np.int32))
 

@@ -6,9 +6,10 @@ import lookup
 import numpy as np
 import pytest
 from lookup import lookup_scene
+from oracle import fp4
 from oracle.fold import fold
 from oracle.memory import FAR, HIDDEN, Current, current
-from oracle.select import Budget, choose, exact_masses
+from oracle.select import Budget, Choice, choose, exact_masses
 from scenes import Scene
 
 GROUPS = [2, 4, 8, 16]
@@ -47,6 +48,19 @@ def compare(core, s: Scene, q: np.ndarray, budget: Budget, mask=None, threads=(1
         for got, choice, visible in zip(got_row, row, free_row, strict=True)
     ]
     assert np.mean(same) >= 0.8, "rounding decides a few lists, not most"
+    for i, (got_row, row) in enumerate(zip(results[0].lists, choices, strict=True)):
+        for h, (got, choice) in enumerate(zip(got_row, row, strict=True)):
+            ratio = q.shape[1] // s.layer.n_head_kv
+            check_unread(results[0].unread[i, h * ratio : (h + 1) * ratio], choice, got)
+
+
+def check_unread(got: np.ndarray, choice: Choice, listed: np.ndarray) -> None:
+    """It comes as 1 minus what is read, of which float32 sums leave 1e-5; a small rest may be off by that."""
+    expected, all_of_it = choice.unread(listed), choice.unread(np.zeros(0, int))
+    assert np.array_equal(np.isinf(expected) | (expected < all_of_it - 9), np.isinf(got) | (got < all_of_it - 9))
+    large = expected > all_of_it - 9
+    rest = np.exp(expected[large] - all_of_it[large])
+    assert (np.abs(np.exp(got[large] - all_of_it[large]) - rest) <= 2e-5 + 1e-3 * rest).all()
 
 
 @pytest.mark.parametrize("group", GROUPS)
@@ -173,6 +187,19 @@ def test_equal_scores_prefer_the_most_recent(core) -> None:
     s = lookup_scene(rng, n_groups=64, group=4, states=["complete"] * 64)
     result = lookup.select(core, s.layer, s.cell_src, np.zeros((1, 6, 64), np.float32), Budget(0.25, 0.25), scale=1.0)
     assert all(np.array_equal(groups, np.arange(48, 64)) for groups in result.lists[0])
+
+
+def test_unread_is_known(core) -> None:
+    """All groups alike: what is not read is the rest of the number of cells, whatever the heads' scores are."""
+    rng = np.random.default_rng(19)
+    s = lookup_scene(rng, n_groups=64, group=4, n_head_kv=1, states=["complete"] * 64)
+    s.layer.summaries[:], s.layer.spread[:] = s.layer.summaries[0], 0
+    q = queries(rng, 1, s)
+    for share, left in ((0.25, 48), (0.5, 32), (1.0, 0)):
+        result = lookup.select(core, s.layer, s.cell_src, q, Budget(share, share), scale=0.125)
+        score = 0.125 * q[0].astype(np.float64) @ fp4.decode(s.layer.summaries[0, 0]).astype(np.float64)
+        with np.errstate(divide="ignore"):
+            assert np.allclose(result.unread[0], score + np.log(np.float64(4 * left)), atol=1e-4)
 
 
 def test_spread_counts(core) -> None:

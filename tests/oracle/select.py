@@ -12,12 +12,13 @@ import numpy as np
 
 from . import fp4
 from .attend import attend
-from .memory import FAR, HIDDEN, Current, Layer
+from .memory import FAR, HIDDEN, Current, Layer, read_rows
 from .rotate import Rotation, rotate
 
 BINS = 2048
 BINS_PER_NAT = 64
 SPREAD_WEIGHT = 0.75
+STAND_IN = 0.25
 
 
 @dataclass(frozen=True)
@@ -34,20 +35,24 @@ class Budget:
 class Choice:
     """What one query and KV head looks at.
 
-    candidates  groups, ascending; p the log of what each is estimated to get, up to a constant
+    candidates  groups, ascending; p the log of what each is estimated to get, summed over heads as probabilities
     taken       how many of them are taken; partial the groups that are read anyway
+    e           estimates of each head, ``[n_head, n]``; group: their tokens
     """
 
     candidates: np.ndarray
     p: np.ndarray
     taken: int
     partial: np.ndarray
+    e: np.ndarray
+    group: int
 
     def bins(self, shift: float = 0.0) -> np.ndarray:
-        """Distance to the best candidate in 1/64 nat; ``shift`` (in bins) asks what another rounding could give."""
+        """Steps of 1/64 nat from the best candidate; ``shift`` (in steps) asks what another rounding could give."""
         if not len(self.p):
             return np.zeros(0, int)
-        return np.clip(np.floor(BINS_PER_NAT * (self.p.max() - self.p) + shift), 0, BINS - 1).astype(int)
+        grid = np.floor(-BINS_PER_NAT * self.p + shift)
+        return np.clip(grid - grid.min(), 0, BINS - 1).astype(int)
 
     def order(self) -> np.ndarray:
         """Candidates, best first: by bin, then the more recent (higher) group first."""
@@ -58,6 +63,12 @@ class Choice:
     def groups(self) -> np.ndarray:
         """The list as the operation gives it."""
         return np.sort(np.concatenate([self.order()[: self.taken], self.partial]))
+
+    def unread(self, groups: np.ndarray) -> np.ndarray:
+        """Log of what each head's tokens in the candidates beside ``groups`` are estimated to get; -inf: nothing."""
+        left = self.e[:, ~np.isin(self.candidates, groups)]
+        with np.errstate(divide="ignore"):
+            return np.log(self.group * np.exp(left).sum(axis=1))
 
 
 def far_groups(cell_src: np.ndarray, group: int) -> tuple[np.ndarray, np.ndarray]:
@@ -139,8 +150,8 @@ def choose(
             if pool is not None:
                 allowed &= np.isin(np.arange(len(complete)), pool[i][h])
             candidates = np.flatnonzero(allowed)
-            p = combine(estimates(layer, candidates, h, q[i, h * ratio : (h + 1) * ratio], scale, softcap))
-            choice = Choice(candidates, p, 0, np.flatnonzero(partial))
+            e = estimates(layer, candidates, h, q[i, h * ratio : (h + 1) * ratio], scale, softcap)
+            choice = Choice(candidates, combine(e), 0, np.flatnonzero(partial), e, layer.group)
             least, most = limits(len(candidates), int(seen.sum()), layer.group, budget)
             choice.taken = number_taken(choice.bins(), least, most, budget.threshold)
             choices[-1].append(choice)
@@ -155,11 +166,13 @@ def attend_listed(
     lists: list[list[np.ndarray]],
     mask: np.ndarray | None = None,
     sinks: np.ndarray | None = None,
+    unread: np.ndarray | None = None,
     **options,
 ) -> np.ndarray:
     """Attention where query ``i`` and KV head ``h`` read, of the far cells, those of the groups ``lists[i][h]``.
 
-    One dense attention for every query and KV head, over a source array in which all other far cells are hidden.
+    One dense attention for every query and KV head, over a source array in which all other far cells are hidden. With
+    ``unread`` (see ``Choice``), the mean of the values that are read stands in for the rest.
     """
     n_q, n_head, _ = q.shape
     ratio = n_head // layer.n_head_kv
@@ -171,9 +184,44 @@ def attend_listed(
             listed = np.isin(np.arange(len(src)) // layer.group, lists[i][h])
             src[(src == FAR) & ~listed] = HIDDEN
             row = None if mask is None else mask[i : i + 1]
-            result = attend(layer, cur, src, q[i : i + 1], row, sinks, **options)
-            out[i, heads] = result[0, heads]
+            result = attend(layer, cur, src, q[i : i + 1], row, sinks, **options)[0]
+            if unread is not None:
+                mean, read, total = mean_and_mass(layer, cur, src, q[i : i + 1], row, sinks, h, **options)
+                mass = np.minimum(STAND_IN * np.exp(unread[i, heads].astype(np.float64)), read)
+                share = np.divide(mass, total + mass, out=np.zeros(ratio), where=mass > 0)[:, None]
+                result[heads] = (1 - share) * result[heads] + share * mean
+            out[i, heads] = result[heads]
     return out
+
+
+def mean_and_mass(
+    layer: Layer,
+    cur: Current,
+    src: np.ndarray,
+    q: np.ndarray,
+    mask: np.ndarray | None,
+    sinks: np.ndarray | None,
+    kv_head: int,
+    scale: float = 1.0,
+    softcap: float = 0.0,
+    rotation: Rotation = (0, 0),
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Plain mean of the values that one query reads, and its heads' softmax sums ``[ratio]`` without and with sinks."""
+    ratio = q.shape[1] // layer.n_head_kv
+    heads = slice(kv_head * ratio, (kv_head + 1) * ratio)
+    cells = np.flatnonzero(np.asarray(src) != HIDDEN)
+    if mask is not None:
+        cells = cells[mask[0, cells] != -np.inf]
+    turned = Current(rotate(cur.k, rotation[0]), rotate(cur.v, rotation[1]))
+    keys, values = read_rows(layer, turned, cells, np.asarray(src)[cells])
+    score = scale * (rotate(q, rotation[0])[0, heads] @ keys[:, kv_head].astype(np.float64).T)
+    if softcap:
+        score = softcap * np.tanh(score / softcap)
+    if mask is not None:
+        score = score + mask[0, cells].astype(np.float64)
+    read = np.exp(score).sum(axis=1)
+    mean = values[:, kv_head].astype(np.float64).mean(axis=0) if len(cells) else np.zeros(layer.head_dim)
+    return rotate(mean, rotation[1]), read, read + (0 if sinks is None else np.exp(sinks[heads].astype(np.float64)))
 
 
 def exact_masses(

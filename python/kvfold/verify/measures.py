@@ -123,17 +123,12 @@ def measure_needles(setup: Setup, text: str, lengths: list[int], progress: Progr
     """
     results = []
     for n_ctx in lengths:
-        with Pair(setup, n_ctx) as pair:
-            tokens, answers = _hide(pair.reference, text, n_ctx)
-            first = answers[0][0] - 1
-            with progress.task(f"needles in {n_ctx} tokens", 2) as advance:
-                found = []
-                for llm in (pair.reference, pair.tested):
-                    rows = np.concatenate([r for _, r in distributions(llm, tokens, first, singly=True)])
-                    found.append([_answered(rows, tokens, span, first) for span in answers])
-                    advance(1)
-        for i, ((hit_f16, loss_f16), (hit, loss)) in enumerate(zip(*found, strict=True)):
-            depth = (i + 0.5) / len(_NEEDLES)
+        with Pair(setup, n_ctx) as pair, progress.task(f"needles in {n_ctx} tokens", 2) as advance:
+            found = []
+            for llm in (pair.reference, pair.tested):
+                found.append(find_needles(llm, text, n_ctx))
+                advance(1)
+        for (depth, hit_f16, loss_f16), (_, hit, loss) in zip(*found, strict=True):
             results.append(
                 {
                     "n_ctx": n_ctx,
@@ -145,6 +140,18 @@ def measure_needles(setup: Setup, text: str, lengths: list[int], progress: Progr
                 }
             )
     return results
+
+
+def find_needles(llm: Llama, text: str, n_ctx: int) -> list[tuple[float, bool, float]]:
+    """Hides the facts in ``n_ctx`` tokens of one context and asks for them, as ``measure_needles`` says.
+
+    Returns:
+        for every fact: depth (0 to 1), whether it is found, and the mean loss of its answer's tokens (nats).
+    """
+    tokens, answers = _hide(llm, text, n_ctx)
+    first = answers[0][0] - 1
+    rows = np.concatenate([r for _, r in distributions(llm, tokens, first, singly=True)])
+    return [((i + 0.5) / len(answers), *_answered(rows, tokens, span, first)) for i, span in enumerate(answers)]
 
 
 def _hide(llm: Llama, text: str, n_ctx: int) -> tuple[list[int], list[tuple[int, int]]]:
