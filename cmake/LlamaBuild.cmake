@@ -83,7 +83,8 @@ if(GGML_CUDA)
         target_include_directories(kvfold-wgmma PRIVATE "${kvfold_cpp}" "${kvfold_cpp}/include")
         target_compile_options(kvfold-wgmma PRIVATE -use_fast_math "-Xcompiler=-Wall,-Wextra")
         target_sources(ggml-cuda PRIVATE $<TARGET_OBJECTS:kvfold-wgmma>)
-        target_compile_definitions(ggml-cuda PRIVATE KVFOLD_WGMMA)
+        set_property(SOURCE "${kvfold_cpp}/ops/kv_attend.cu" TARGET_DIRECTORY ggml-cuda
+                     PROPERTY COMPILE_DEFINITIONS KVFOLD_WGMMA)
     endif()
     kvfold_add_sources(ggml-cuda ${kvfold_cuda})
     target_include_directories(ggml-cuda PRIVATE "${KVFOLD_LLAMA_TREE}/ggml/src/ggml-cuda")  # common.cuh

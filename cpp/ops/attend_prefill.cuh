@@ -55,7 +55,6 @@ struct TileLoader {
     int                  in_row;  // words from the row of KV head 0 to this head's block
     int                  value_at;
     int                  row_step;
-    int                  src[cells];
     uint32_t             key[cells], key_scale[cells], value[cells], value_scale[cells];
     uint32_t             sum[cells / 2], sum_scale[cells / 2];
 
@@ -72,7 +71,6 @@ struct TileLoader {
             const int        cell = min(cell0 + i, p.n_kv - 1);
             const uint32_t * k    = p.far_k + size_t(cell) * row_step + in_row;
             const uint32_t * v    = p.far_v + size_t(cell) * row_step + in_row;
-            src[i]                = cell0 + i < p.n_kv ? p.cell_src[cell] : kSrcHidden;
             key_scale[i]          = load_word(k);
             key[i]                = load_word(k + value_at);
             value_scale[i]        = load_word(v);
@@ -85,28 +83,28 @@ struct TileLoader {
         }
     }
 
-    // Decodes the tile that was requested: store(cell, word, keys, values) for each of this thread's cells.
+    // Decodes the tile that was requested: store(cell, word, keys, values) for each of this thread's cells, again for those whose rows
+    // are not far, of which there are only if `exact`.
     template <class Store>
-    __device__ __forceinline__ void decode(const Store & store) const {
+    __device__ __forceinline__ void decode(int tile, bool exact, const Store & store) const {
 #pragma unroll
         for (int i = 0; i < cells; ++i) {
-            Pairs k, v;
-            if (src[i] == kSrcFar) {
-                const Pairs s = decode_word(sum[i / 2], scale_pair(sum_scale[i / 2], scale_select));
-                k             = decode_word(key[i], scale_pair(key_scale[i], scale_select));
-                v             = decode_word(value[i], scale_pair(value_scale[i], scale_select));
-#pragma unroll
-                for (int j = 0; j < 4; ++j) {
-                    k.p[j] = add_half2(s.p[j], k.p[j]);
+            const Pairs s = decode_word(sum[i / 2], scale_pair(sum_scale[i / 2], scale_select));
+            const Pairs k = decode_word(key[i], scale_pair(key_scale[i], scale_select));
+            store(cell_first + i, word, add_pairs(s, k),
+                  decode_word(value[i], scale_pair(value_scale[i], scale_select)));
+        }
+        if (exact) {
+#pragma unroll 1
+            for (int i = cell_first; i < cell_first + cells; ++i) {
+                const int cell = tile * BC + i, from = cell < p.n_kv ? p.cell_src[cell] : kSrcHidden;
+                if (from != kSrcFar) {
+                    ExactWord k, v;
+                    k.load(p.near_k, p.cur_half_k, from, p.n_head_kv, head, D, word);
+                    v.load(p.near_v, p.cur_half_v, from, p.n_head_kv, head, D, word);
+                    store(i, word, k.pairs(), v.pairs());
                 }
-            } else {
-                ExactWord x, y;
-                x.load(p.near_k, p.cur_half_k, src[i], p.n_head_kv, head, D, word);
-                y.load(p.near_v, p.cur_half_v, src[i], p.n_head_kv, head, D, word);
-                k = x.pairs();
-                v = y.pairs();
             }
-            store(cell_first + i, word, k, v);
         }
     }
 };
@@ -117,10 +115,11 @@ __global__ void __launch_bounds__(S::threads, 1) attend_prefill(const __grid_con
     constexpr int     D = S::D, BC = S::BC, NS = BC / 8, NO = D / 8, KS = D / 16;
     extern __shared__ __align__(16) half shared_rows[];
 
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    const int head = blockIdx.y, row0 = blockIdx.x * S::rows;
-    const int n_tiles = (p.n_kv + BC - 1) / BC, per = (n_tiles + p.n_split - 1) / p.n_split;
-    const int tile0 = blockIdx.z * per, tile1 = min(n_tiles, tile0 + per);
+    const int       lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    const int       head = blockIdx.y, row0 = blockIdx.x * S::rows;
+    const int       n_tiles = (p.n_kv + BC - 1) / BC, per = (n_tiles + p.n_split - 1) / p.n_split;
+    const int       tile0 = blockIdx.z * per, tile1 = min(n_tiles, tile0 + per);
+    const uint8_t * flags = p.tile_flags + blockIdx.x * n_tiles;
 
     const ScoreRows rows(p, head, row0 + warp * 16, lane);
     half *          q_rows = shared_rows + S::stages * 2 * S::tile_halves;
@@ -136,9 +135,9 @@ __global__ void __launch_bounds__(S::threads, 1) attend_prefill(const __grid_con
 
     TileLoader<D, BC, S::threads> loader(p, head, threadIdx.x);
 
-    auto decode = [&](int stage) {
+    auto decode = [&](int which, int stage) {
         half * keys = shared_rows + stage * 2 * S::tile_halves;
-        loader.decode([&](int cell, int word, const Pairs & k, const Pairs & v) {
+        loader.decode(which, flags[which] & kTileExact, [&](int cell, int word, const Pairs & k, const Pairs & v) {
             store_pairs(keys + cell * S::stride + 8 * word, k);
             store_pairs(keys + S::tile_halves + cell * S::stride + 8 * word, v);
         });
@@ -191,11 +190,10 @@ __global__ void __launch_bounds__(S::threads, 1) attend_prefill(const __grid_con
         }
     };
 
-    const uint8_t * flags = p.tile_flags + blockIdx.x * n_tiles;
-    int             tile = next_seen(flags, tile0, tile1), next = next_seen(flags, tile + 1, tile1);
+    int tile = next_seen(flags, tile0, tile1), next = next_seen(flags, tile + 1, tile1);
     if (tile < tile1) {
         loader.request(tile);
-        decode(0);
+        decode(tile, 0);
         loader.request(min(next, tile1 - 1));
     }
     __syncthreads();
@@ -214,7 +212,7 @@ __global__ void __launch_bounds__(S::threads, 1) attend_prefill(const __grid_con
                     __syncthreads();
                 }
                 if (next < tile1) {
-                    decode(stage ^ (S::stages - 1));
+                    decode(next, stage ^ (S::stages - 1));
                     loader.request(min(after_next, tile1 - 1));
                 }
             }

@@ -48,67 +48,47 @@ struct TileFeed {
             copy.template copy<S::cells / 2>(to + 2 * S::cells * stride,
                                              p.summary + size_t(group) * step + head * row_words, step,
                                              min(n_groups, ((p.n_kv - 1) >> p.group_shift) - group + 1));
-            if (lane < min(n, S::cells)) {
-                copy_async<1>(to + S::raw_rows * stride + lane,
-                              reinterpret_cast<const uint32_t *>(p.cell_src + cell0 + lane));
-            }
         }
     }
 
-    // Decodes a tile from buffer `slot`, whose copies have arrived, to `keys` and the values behind them.
-    __device__ __forceinline__ void decode(int tile, int slot, half * keys) const {
+    // Decodes a tile from buffer `slot`, whose copies have arrived, to `keys` and the values behind them; afterwards rows that are not
+    // far, of which there are only if `exact`.
+    __device__ __forceinline__ void decode(int tile, int slot, bool exact, half * keys) const {
         const int        word = lane % words, mine = lane / words * cells;
         const int        block = (word >> 3) * kBlockWords, value_at = block + 1 + (word & 7);
         const uint32_t   select = 0x4440u + uint32_t((word >> 1) & 3);
         const uint32_t * from   = raw + slot * S::raw_words;
-        const int        n      = p.n_kv - tile * S::BC - first;  // cells that there are
-        int              src[cells];
-        bool             exact = false;
+        const int        at     = first + mine;  // of the tile's cells
 #pragma unroll
-        for (int i = 0; i < cells; ++i) {
-            src[i] = mine + i < n ? int(from[S::raw_rows * stride + mine + i]) : kSrcHidden;
-            exact |= src[i] != kSrcFar;
+        for (int i = 0; i < cells; i += 2) {
+            const uint32_t * g = from + (2 * S::cells + ((mine + i) >> p.group_shift)) * stride;
+            const Pairs      s = decode_word(g[value_at], scale_pair(g[block], select));
+#pragma unroll
+            for (int c = i; c < i + 2; ++c) {
+                const uint32_t *k = from + (mine + c) * stride, *v = k + S::cells * stride;
+                store(keys, at + c, word, add_pairs(s, decode_word(k[value_at], scale_pair(k[block], select))),
+                      decode_word(v[value_at], scale_pair(v[block], select)));
+            }
         }
-        const int at = first + mine;  // of the tile's cells
-        if (!__any_sync(~0u, exact)) {
+        if (exact) {
+            int       src[cells];
+            ExactWord k[cells], v[cells];  // all are under way before the first is needed
 #pragma unroll
-            for (int i = 0; i < cells; i += 2) {
-                const uint32_t * g = from + (2 * S::cells + ((mine + i) >> p.group_shift)) * stride;
-                const Pairs      s = decode_word(g[value_at], scale_pair(g[block], select));
+            for (int i = 0; i < cells; ++i) {
+                const int cell = tile * S::BC + at + i;
+                src[i]         = cell < p.n_kv ? p.cell_src[cell] : kSrcHidden;
+            }
 #pragma unroll
-                for (int c = i; c < i + 2; ++c) {
-                    const uint32_t *k_row = from + (mine + c) * stride, *v_row = k_row + S::cells * stride;
-                    Pairs           k = decode_word(k_row[value_at], scale_pair(k_row[block], select));
+            for (int i = 0; i < cells; ++i) {
+                k[i].load(p.near_k, p.cur_half_k, src[i], p.n_head_kv, head, D, word);
+                v[i].load(p.near_v, p.cur_half_v, src[i], p.n_head_kv, head, D, word);
+            }
 #pragma unroll
-                    for (int j = 0; j < 4; ++j) {
-                        k.p[j] = add_half2(s.p[j], k.p[j]);
-                    }
-                    store(keys, at + c, word, k, decode_word(v_row[value_at], scale_pair(v_row[block], select)));
+            for (int i = 0; i < cells; ++i) {
+                if (src[i] != kSrcFar) {
+                    store(keys, at + i, word, k[i].pairs(), v[i].pairs());
                 }
             }
-            return;
-        }
-        ExactWord x[cells], y[cells];  // all are under way before the first is needed
-#pragma unroll
-        for (int i = 0; i < cells; ++i) {
-            x[i].load(p.near_k, p.cur_half_k, src[i], p.n_head_kv, head, D, word);
-            y[i].load(p.near_v, p.cur_half_v, src[i], p.n_head_kv, head, D, word);
-        }
-#pragma unroll
-        for (int i = 0; i < cells; ++i) {
-            Pairs k = x[i].pairs(), v = y[i].pairs();
-            if (src[i] == kSrcFar) {
-                const uint32_t * k_row = from + (mine + i) * stride, *v_row = k_row + S::cells * stride;
-                const uint32_t * g = from + (2 * S::cells + ((mine + i) >> p.group_shift)) * stride;
-                const Pairs      s = decode_word(g[value_at], scale_pair(g[block], select));
-                k                  = decode_word(k_row[value_at], scale_pair(k_row[block], select));
-                v                  = decode_word(v_row[value_at], scale_pair(v_row[block], select));
-#pragma unroll
-                for (int j = 0; j < 4; ++j) {
-                    k.p[j] = add_half2(s.p[j], k.p[j]);
-                }
-            }
-            store(keys, at + i, word, k, v);
         }
     }
 
@@ -160,7 +140,7 @@ __global__ void __launch_bounds__(S::threads, 1) attend_prefill_wgmma(const __gr
             if (n >= S::stages) {
                 Ring<S>::wait(Ring<S>::empty + stage);
             }
-            feed.decode(tile, slot, ring + stage * 2 * S::tile_halves);
+            feed.decode(tile, slot, flags[tile] & kTileExact, ring + stage * 2 * S::tile_halves);
             publish_to_tensor_cores();
             Ring<S>::arrive(Ring<S>::full + stage);
             __syncwarp();  // what this warp read may be overwritten by its next copies

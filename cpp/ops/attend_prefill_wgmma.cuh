@@ -22,11 +22,11 @@ struct WgmmaShape {
     static constexpr int stages      = 3;  // of the ring
     static constexpr int tile_halves = BC * D;
 
-    // What a warp of the loaders has in the rows as they are in memory: its cells' keys and values, summaries, sources.
+    // What a warp of the loaders has in the rows as they are in memory: its cells' keys and values, summaries.
     static constexpr int cells      = BC / loader_warps;
     static constexpr int raw_ahead  = 3;  // tiles on their way
     static constexpr int raw_rows   = 2 * cells + cells / 2;
-    static constexpr int raw_words  = raw_rows * FarRows<D>::stride + cells;  // of a tile
+    static constexpr int raw_words  = raw_rows * FarRows<D>::stride;  // of a tile
     static constexpr int ring_bytes = stages * 2 * tile_halves * 2;
     static constexpr int raw_bytes  = (raw_ahead + 1) * loader_warps * raw_words * 4;
 

@@ -19,9 +19,12 @@ __device__ __forceinline__ Pairs decode_word(uint32_t word, uint32_t scale) {
     return r;
 }
 
-__device__ __forceinline__ uint32_t add_half2(uint32_t a, uint32_t b) {
-    uint32_t r;
-    asm("add.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+__device__ __forceinline__ Pairs add_pairs(const Pairs & a, const Pairs & b) {
+    Pairs r;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+        asm("add.f16x2 %0, %1, %2;" : "=r"(r.p[j]) : "r"(a.p[j]), "r"(b.p[j]));
+    }
     return r;
 }
 
@@ -56,6 +59,7 @@ __device__ __forceinline__ void store_pairs(half * to, const Pairs & x) {
 enum TileFlag : uint8_t {
     kTileSeen   = 1,  // some query sees some cell of it
     kTileMasked = 2,  // not every query sees every cell alike
+    kTileExact  = 4,  // not all of its rows are far
 };
 
 // The first tile from `tile` on that is seen, or `end`. `flags`: of a block of columns.
@@ -76,11 +80,12 @@ __global__ void __launch_bounds__(32 * kFlagWarps)
     if (tile >= n_tiles) {
         return;
     }
-    bool hidden = false, seen = false;
+    bool hidden = false, seen = false, exact = false;
     for (int i = lane; i < BC; i += 32) {
-        const bool here = cell0 + i < p.n_kv && p.cell_src[cell0 + i] != kSrcHidden;
-        hidden |= !here;
-        seen |= here;
+        const int src = cell0 + i < p.n_kv ? p.cell_src[cell0 + i] : kSrcHidden;
+        hidden |= src == kSrcHidden;
+        seen |= src != kSrcHidden;
+        exact |= src != kSrcFar;
     }
     bool masked = p.mask != nullptr;
     if (masked && cell0 + BC <= p.n_kv && p.mask_stride % 8 == 0 && (reinterpret_cast<uintptr_t>(p.mask) & 15) == 0) {
@@ -98,9 +103,10 @@ __global__ void __launch_bounds__(32 * kFlagWarps)
             }
         }
     }
-    const bool any_masked = __any_sync(~0u, hidden || masked), any_seen = __any_sync(~0u, seen);
+    const int flags = (__any_sync(~0u, hidden || masked) ? kTileMasked : 0) | (__any_sync(~0u, seen) ? kTileSeen : 0) |
+                      (__any_sync(~0u, exact) ? kTileExact : 0);
     if (lane == 0) {
-        tile_flags[blockIdx.y * n_tiles + tile] = (any_masked ? kTileMasked : 0) | (any_seen ? kTileSeen : 0);
+        tile_flags[blockIdx.y * n_tiles + tile] = flags;
     }
 }
 
