@@ -21,6 +21,7 @@ the tokenizer). Keys and values of the prefix are kept in --cache between runs.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import hashlib
 import json
 import re
@@ -521,21 +522,30 @@ def runtime(options: argparse.Namespace) -> None:
 
 def needle(options: argparse.Namespace) -> None:
     from kvfold.config import KvConfig
-    from kvfold.verify.measures import find_needles
+    from kvfold.verify.measures import hide_needles
     from kvfold.verify.scoring import REFERENCE, open_model
 
-    caches = {"f16": REFERENCE}
+    least = min(4096, min(options.lengths) // 2)
+    # What is read before the questions is read densely: the second cache of a group size takes it from the first.
+    caches = [("f16", REFERENCE, False)]
     for m in options.groups:
-        caches[f"m = {m}, dense"] = KvConfig("fp4_csa2", group=m, lookup=1)
-        caches[f"m = {m}, look-up"] = KvConfig("fp4_csa2", group=m, min_context=min(4096, min(options.lengths) // 2))
+        caches.append((f"m = {m}, dense", KvConfig("fp4_csa2", group=m, lookup=1), False))
+        caches.append((f"m = {m}, look-up", KvConfig("fp4_csa2", group=m, min_context=least), True))
     text = options.text.read_text(encoding="utf-8")
     results = []
     for n_ctx in options.lengths:
-        for name, config in caches.items():
+        state = b""
+        for name, config, restored in caches:
             began = time.monotonic()
             llm = open_model(options.model, config, n_ctx, options.threads, 0)
             try:
-                facts = find_needles(llm, text, n_ctx)
+                haystack = hide_needles(llm, text, n_ctx)
+                if restored:
+                    set_state(llm, state)
+                else:
+                    haystack.read(llm)
+                    state = state_of(llm)
+                facts = haystack.ask(llm)
                 share = llm.kv.lookup_share
             finally:
                 llm.close()
@@ -551,6 +561,22 @@ def needle(options: argparse.Namespace) -> None:
         # The probability of the answer says more than yes or no, and all where f16 does not know it either.
         cells = [f"{'found' if f['found'] else 'lost'} {-f['loss']:.3f}" for f in entry["facts"]]
         print(f"| {entry['n_ctx']} | {entry['cache']} | {100 * entry['read']:.0f} % | {' | '.join(cells)} |")
+
+
+def state_of(llm) -> bytes:
+    import llama_cpp
+
+    size = llama_cpp.llama_state_seq_get_size(llm.ctx, 0)
+    data = (ctypes.c_uint8 * size)()
+    return bytes(data[: llama_cpp.llama_state_seq_get_data(llm.ctx, data, size, 0)])
+
+
+def set_state(llm, state: bytes) -> None:
+    import llama_cpp
+
+    data = (ctypes.c_uint8 * len(state)).from_buffer_copy(state)
+    if llama_cpp.llama_state_seq_set_data(llm.ctx, data, len(state), 0) != len(state):
+        raise SystemExit("the state of the dense cache was not taken")
 
 
 def main() -> None:

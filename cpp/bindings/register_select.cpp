@@ -36,7 +36,7 @@ py::tuple select(const py::array & far_k, const py::array & far_v, const py::arr
                  const py::array & near_v, const py::array & cell_src, const py::array & q,
                  const std::optional<py::array> & mask, const std::optional<py::array> & pool, int group, float scale,
                  float softcap, const RotationSizes & rotation, const std::pair<float, float> & lookup, float threshold,
-                 int min_tokens, std::optional<int> capacity, int new_pool_capacity, int n_threads) {
+                 int min_tokens, std::optional<int> capacity, int n_threads) {
     require_threads(n_threads);
     const LayerMemory mem = layer_memory({far_k, far_v, side, near_k, near_v, group}, false);
     CurrentRows       any{};
@@ -66,35 +66,23 @@ py::tuple select(const py::array & far_k, const py::array & far_v, const py::arr
     a.softcap        = softcap;
     a.budget         = {lookup.first, lookup.second, threshold, min_tokens};
     a.capacity       = capacity.value_or(groups_of(x));
-    if (min_tokens < 0 || a.capacity < 0 || new_pool_capacity < 0) {
-        throw py::value_error("min_tokens, capacity and new_pool_capacity: must not be negative, got " +
-                              std::to_string(min_tokens) + ", " + std::to_string(a.capacity) + " and " +
-                              std::to_string(new_pool_capacity));
+    if (min_tokens < 0 || a.capacity < 0) {
+        throw py::value_error("min_tokens and capacity: must not be negative, got " + std::to_string(min_tokens) +
+                              " and " + std::to_string(a.capacity));
     }
     if (pool) {
         a.pool          = require_lists("pool", *pool, a.n_q, mem.n_head_kv, groups_of(x));
         a.pool_capacity = int32_t(pool->shape(2)) - 1;
     }
-    const auto make_lists = [&](int32_t room) {
-        py::array_t<int32_t> made({py::ssize_t(a.n_q), py::ssize_t(mem.n_head_kv), py::ssize_t(1) + room});
-        std::fill_n(made.mutable_data(), made.size(), -1);
-        return made;
-    };
-    py::array_t<int32_t> selected = make_lists(a.capacity);
-    py::object           new_pool = py::none();
-    a.selected                    = selected.mutable_data();
-    if (new_pool_capacity > 0) {
-        py::array_t<int32_t> made = make_lists(new_pool_capacity);
-        a.new_pool                = made.mutable_data();
-        a.new_pool_capacity       = new_pool_capacity;
-        new_pool                  = made;
-    }
+    py::array_t<int32_t> selected({py::ssize_t(a.n_q), py::ssize_t(mem.n_head_kv), py::ssize_t(1) + a.capacity});
+    std::fill_n(selected.mutable_data(), selected.size(), -1);
+    a.selected           = selected.mutable_data();
     uint64_t counters[2] = {0, 0};
     a.counters           = counters;
     py::array_t<float> unread({py::ssize_t(a.n_q), py::ssize_t(a.n_head)});
     a.unread = unread.mutable_data();
     run(n_threads, kv_select_scratch(a, n_threads), [&a](const Threads & t) { kv_select(a, t); });
-    return py::make_tuple(selected, new_pool, counters[0], counters[1], unread);
+    return py::make_tuple(selected, counters[0], counters[1], unread);
 }
 
 py::array_t<float> attend_sparse(const py::array & far_k, const py::array & far_v, const py::array & side,
@@ -129,7 +117,7 @@ void register_select(py::module_ & m) {
           arg("q"), arg("mask") = py::none(), arg("pool") = py::none(), py::kw_only(), arg("group"), arg("scale"),
           arg("softcap") = 0.0f, arg("rotation") = RotationSizes(0, 0),
           arg("lookup") = std::pair<float, float>(0.1f, 0.2f), arg("threshold") = 0.1f, arg("min_tokens") = 0,
-          arg("capacity") = py::none(), arg("new_pool_capacity") = 0, arg("n_threads") = 1,
+          arg("capacity") = py::none(), arg("n_threads") = 1,
           R"(Choose the groups of the far tier that a decode step reads.
 
 far_k .. near_v    as for kv_attend; only the summaries and spreads are read
@@ -139,10 +127,9 @@ lookup             smallest and largest share of the complete groups that a quer
 threshold          share of the estimated attention that may be left unread, within `lookup`
 min_tokens         at least so many tokens are taken, where there are as many
 capacity           room of a list; None: for all groups
-new_pool_capacity  room of the lists of the best groups that are returned as a pool for other layers; 0: none
 
-Returns the lists (taken groups and those that are only partly far) int32 [n_q, n_head_kv, 1 + capacity], the new pool
-or None, the number of complete groups that queries saw and the number of those taken, both summed over queries and KV
+Returns the lists (taken groups and those that are only partly far) int32 [n_q, n_head_kv, 1 + capacity], the
+number of complete groups that queries saw and the number of those taken, both summed over queries and KV
 heads, and the log of the estimated attention that is left unread, float32 [n_q, n_head].
 ValueError: an array of another type or shape, or a number out of range.)");
     m.def("kv_attend_sparse", &attend_sparse, arg("far_k"), arg("far_v"), arg("side"), arg("near_k"), arg("near_v"),

@@ -468,13 +468,6 @@ void list_groups(const Work & w, int32_t first, int32_t query, int32_t kv_head) 
         unread[j] = k == candidates ? -kInfinity : unread[j] + logf(std::max(0.0f, 1.0f - read) * float(a.mem.group));
     }
 
-    if (a.new_pool != nullptr) {
-        int32_t * to = a.new_pool + index * group_list_stride(a.new_pool_capacity);
-        int32_t   m  = 0;
-        for_taken(bins, pool, slots, w.count, std::min(candidates, a.new_pool_capacity),
-                  [&](int32_t group, int32_t) { to[1 + m++] = group; });
-        to[0] = m;
-    }
     if (a.counters != nullptr) {
         __atomic_fetch_add(a.counters, uint64_t(visible), __ATOMIC_RELAXED);
         __atomic_fetch_add(a.counters + 1, uint64_t(k), __ATOMIC_RELAXED);

@@ -69,10 +69,8 @@ struct SelectArgs {
 
     int32_t *  selected;  // lists [n_q][n_head_kv][1 + capacity]
     int32_t    capacity;
-    int32_t *  new_pool;  // lists [n_q][n_head_kv][1 + new_pool_capacity]: the first candidates in order, as many as
-    int32_t    new_pool_capacity;  // there is room for; or null
-    uint64_t * counters;           // [2] candidates without a pool (V), candidates taken: added to; or null
-    float *    unread;             // [n_q][n_head]; or null
+    uint64_t * counters;  // [2] candidates without a pool (V), candidates taken: added to; or null
+    float *    unread;    // [n_q][n_head]; or null
 };
 size_t kv_select_scratch(const SelectArgs & a, int nth);
 void   kv_select(const SelectArgs & a, const Threads & t);

@@ -133,10 +133,9 @@ def kv_select(
     threshold: float = 0.1,
     min_tokens: int = 0,
     capacity: int | None = None,
-    new_pool_capacity: int = 0,
     n_threads: int = 1,
-) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32] | None, int, int, npt.NDArray[np.float32]]:
-    """The operation ``kv_select`` on arrays: lists, new pool, groups seen, groups taken, log of the unread attention."""
+) -> tuple[npt.NDArray[np.int32], int, int, npt.NDArray[np.float32]]:
+    """The operation ``kv_select`` on arrays: lists, groups seen, groups taken, log of the unread attention."""
 
 def kv_attend_sparse(
     far_k: npt.NDArray[Any],

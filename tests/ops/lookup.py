@@ -15,12 +15,10 @@ from scenes import Scene, scene
 
 @dataclass
 class Selection:
-    """Result of ``kv_select``: ``lists[i][h]`` and ``pools[i][h]`` are group numbers; ``unread [n_q, n_head]``."""
+    """Result of ``kv_select``: ``lists[i][h]`` are group numbers; ``unread [n_q, n_head]``."""
 
     lists: list[list[np.ndarray]]
     raw: np.ndarray
-    pools: list[list[np.ndarray]] | None
-    raw_pool: np.ndarray | None
     visible: int
     taken: int
     unread: np.ndarray
@@ -54,10 +52,9 @@ def select(
     rotation: Rotation = (0, 0),
     pool: list[list[np.ndarray]] | None = None,
     capacity: int | None = None,
-    new_pool: int = 0,
     n_threads: int = 1,
 ) -> Selection:
-    raw, raw_pool, visible, taken, unread = core.kv_select(
+    raw, visible, taken, unread = core.kv_select(
         layer.far_k,
         layer.far_v,
         layer.side,
@@ -75,11 +72,9 @@ def select(
         threshold=budget.threshold,
         min_tokens=budget.min_tokens,
         capacity=capacity,
-        new_pool_capacity=new_pool,
         n_threads=n_threads,
     )
-    pools = None if raw_pool is None else unpack(raw_pool)
-    return Selection(unpack(raw), raw, pools, raw_pool, visible, taken, unread)
+    return Selection(unpack(raw), raw, visible, taken, unread)
 
 
 def attend_sparse(

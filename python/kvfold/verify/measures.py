@@ -126,7 +126,9 @@ def measure_needles(setup: Setup, text: str, lengths: list[int], progress: Progr
         with Pair(setup, n_ctx) as pair, progress.task(f"needles in {n_ctx} tokens", 2) as advance:
             found = []
             for llm in (pair.reference, pair.tested):
-                found.append(find_needles(llm, text, n_ctx))
+                haystack = hide_needles(llm, text, n_ctx)
+                haystack.read(llm)
+                found.append(haystack.ask(llm))
                 advance(1)
         for (depth, hit_f16, loss_f16), (_, hit, loss) in zip(*found, strict=True):
             results.append(
@@ -142,20 +144,44 @@ def measure_needles(setup: Setup, text: str, lengths: list[int], progress: Progr
     return results
 
 
-def find_needles(llm: Llama, text: str, n_ctx: int) -> list[tuple[float, bool, float]]:
-    """Hides the facts in ``n_ctx`` tokens of one context and asks for them, as ``measure_needles`` says.
+@dataclass(frozen=True)
+class Haystack:
+    """A text with facts in it and questions behind it.
 
-    Returns:
-        for every fact: depth (0 to 1), whether it is found, and the mean loss of its answer's tokens (nats).
+    Attributes:
+        tokens: all of it.
+        answers: first and last (exclusive) place of each fact's answer; the fact is at the same fraction of the text.
     """
-    tokens, answers = _hide(llm, text, n_ctx)
-    first = answers[0][0] - 1
-    rows = np.concatenate([r for _, r in distributions(llm, tokens, first, singly=True)])
-    return [((i + 0.5) / len(answers), *_answered(rows, tokens, span, first)) for i, span in enumerate(answers)]
+
+    tokens: list[int]
+    answers: list[tuple[int, int]]
+
+    @property
+    def first(self) -> int:
+        """The token that is asked from: with what comes after it the first answer begins."""
+        return self.answers[0][0] - 1
+
+    def read(self, llm: Llama) -> None:
+        """Evaluates everything before the questions, in a cleared context."""
+        for _ in distributions(llm, self.tokens[: self.first], self.first):
+            pass
+
+    def ask(self, llm: Llama) -> list[tuple[float, bool, float]]:
+        """Evaluates the questions, token by token as in a conversation, in a context that holds what ``read`` leaves.
+
+        Returns:
+            for every fact: depth (0 to 1), whether it is found, and the mean loss of its answer's tokens (nats).
+        """
+        first = self.first
+        rows = np.concatenate([r for _, r in extend(llm, self.tokens[first:], first, first, singly=True)])
+        return [
+            ((i + 0.5) / len(self.answers), *_answered(rows, self.tokens, span, first))
+            for i, span in enumerate(self.answers)
+        ]
 
 
-def _hide(llm: Llama, text: str, n_ctx: int) -> tuple[list[int], list[tuple[int, int]]]:
-    """The text with its needles and the questions behind it, filling ``n_ctx``; and where each answer is."""
+def hide_needles(llm: Llama, text: str, n_ctx: int) -> Haystack:
+    """The text with its needles and the questions behind it, filling ``n_ctx``."""
     tail: list[int] = []
     spans = []
     for name, number in _NEEDLES:
@@ -181,7 +207,7 @@ def _hide(llm: Llama, text: str, n_ctx: int) -> tuple[list[int], list[tuple[int,
         done = place
     tokens += hay[done:]
     offset = len(tokens)
-    return tokens + tail, [(offset + a, offset + b) for a, b in spans]
+    return Haystack(tokens + tail, [(offset + a, offset + b) for a, b in spans])
 
 
 def _answered(rows: Any, tokens: list[int], span: tuple[int, int], first: int) -> tuple[bool, float]:
