@@ -5,7 +5,7 @@
 #include <limits>
 
 #include "bindings/op_arguments.h"
-#include "ops/kv_select.h"
+#include "ops/kv_align.h"
 
 namespace kvfold {
 
@@ -109,6 +109,27 @@ py::array_t<float> attend_sparse(const py::array & far_k, const py::array & far_
     return out;
 }
 
+py::array_t<double> align(const py::array & far_k, const py::array & far_v, const py::array & side,
+                          const py::array & near_k, const py::array & near_v, const py::array & cur_k,
+                          const py::array & cur_v, const py::array & cell_src, const py::array & q,
+                          const py::array & selected, const std::optional<py::array> & mask,
+                          const std::optional<py::array> & sinks, int group, float scale, float softcap,
+                          const RotationSizes & rotation, int n_threads) {
+    require_threads(n_threads);
+    const LayerMemory mem = layer_memory({far_k, far_v, side, near_k, near_v, group}, false);
+    CellLists         lists;
+    SparseAttendArgs  a{};
+    a.attend   = attend_arguments(mem, current_rows(cur_k, cur_v, mem.n_head_kv, mem.head_dim),
+                                  {cell_src, q, mask, sinks, scale, softcap, rotation}, lists);
+    a.selected = require_lists("selected", selected, a.attend.n_q, mem.n_head_kv, groups_of(a.attend));
+    a.capacity = int32_t(selected.shape(2)) - 1;
+    py::array_t<double> sums({py::ssize_t(a.attend.n_head), py::ssize_t(sizeof(Alignment) / sizeof(double))});
+    std::fill_n(sums.mutable_data(), sums.size(), 0.0);
+    auto * to = reinterpret_cast<Alignment *>(sums.mutable_data());
+    run(n_threads, 0, [&a, to](const Threads & t) { kv_align(a, to, t); });
+    return sums;
+}
+
 }  // namespace
 
 void register_select(py::module_ & m) {
@@ -142,6 +163,15 @@ selected  int32 [n_q, n_head_kv, 1 + capacity]: for each query and KV head a cou
 unread    float32 [n_q, n_head], as from kv_select: the mean value stands in for it; None: nothing does
 The other arguments and the result are those of kv_attend.
 ValueError: an array of another type or shape, a source that does not exist, or a list that is not ascending.)");
+    m.def(
+        "kv_align", &align, arg("far_k"), arg("far_v"), arg("side"), arg("near_k"), arg("near_v"), arg("cur_k"),
+        arg("cur_v"), arg("cell_src"), arg("q"), arg("selected"), arg("mask") = py::none(), arg("sinks") = py::none(),
+        py::kw_only(), arg("group"), arg("scale"), arg("softcap") = 0.0f, arg("rotation") = RotationSizes(0, 0),
+        arg("n_threads") = 1,
+        R"(How much of the attention over everything the listed groups and exact rows have; arguments as of kv_attend_sparse.
+
+Returns float64 [n_head, 4], sums over queries that see anything: their number, the share of the softmax that is read,
+its negative logarithm (the divergence from the exact distribution), and the largest of those.)");
 }
 
 }  // namespace kvfold

@@ -2,6 +2,7 @@
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
+#include <vector>
 
 #include "kvfold/kvfold.h"
 
@@ -57,6 +58,25 @@ namespace kvfold {
 void register_stats(py::module_ & m);
 
 void register_stats(py::module_ & m) {
+    m.def(
+        "alignment",
+        [](uintptr_t ctx) {
+            if (ctx == 0) {
+                throw py::value_error("alignment: the context is null");
+            }
+            const auto *                  context = reinterpret_cast<const llama_context *>(ctx);
+            std::vector<kvfold_alignment> rows(kvfold_get_alignment(context, nullptr, 0));
+            kvfold_get_alignment(context, rows.data(), rows.size());
+            py::list list;
+            for (const kvfold_alignment & row : rows) {
+                list.append(py::make_tuple(row.layer, row.head, row.tokens, row.recalled, row.divergence, row.largest));
+            }
+            return list;
+        },
+        py::arg("ctx"),
+        "What look-ups of a llama_context given by address find of the attention: for every layer and head a tuple of "
+        "layer,\n"
+        "head, tokens, mean share found, mean and largest divergence. Empty without the setting kv_alignment.");
     m.def("context_stats", &context_stats, py::arg("ctx"),
           "Statistics of the kvfold cache of a llama_context given by address, as a dict (sizes in bytes, all "
           "allocated memory\n"

@@ -156,6 +156,7 @@ const char * lookup_setting(const kvfold_config & c) {
            : c.min_tokens >= 0   ? "kv_min_tokens"
            : c.min_context >= 0  ? "kv_min_context"
            : c.layers[0] != '\0' ? "kv_layers"
+           : c.alignment         ? "kv_alignment"
                                  : nullptr;
 }
 
@@ -328,6 +329,11 @@ bool kvfold_config_set(kvfold_config * config, const char * key, const char * va
         return parse_int("min_context", value, config->min_context) &&
                (config->min_context >= 0 || fail(message("kv_min_context must be 0 tokens or more, got %s", value)));
     }
+    if (is_any(key, "alignment", "kv_alignment")) {
+        config->alignment = is_any(value, "true", "True");
+        return config->alignment || is_any(value, "false", "False") ||
+               fail(message("kv_alignment must be true or false, got '%s'", value));
+    }
     if (is_any(key, "layers", "kv_layers")) {
         std::vector<LayerMode> modes;
         if (std::strlen(value) >= sizeof(config->layers)) {
@@ -341,7 +347,7 @@ bool kvfold_config_set(kvfold_config * config, const char * key, const char * va
         return true;
     }
     return fail(message("unknown cache setting '%s'; possible: kv_type, kv_group, kv_tail, kv_sinks, kv_swa_type, "
-                        "kv_lookup, kv_threshold, kv_min_tokens, kv_min_context, kv_layers",
+                        "kv_lookup, kv_threshold, kv_min_tokens, kv_min_context, kv_layers, kv_alignment",
                         key));
 }
 

@@ -136,6 +136,14 @@ ggml_tensor * select_node(ggml_context * ctx, const NodeSpec & spec, ggml_tensor
     return t;
 }
 
+// A layer's measurement of what `attend`, which has a selection, leaves out.
+ggml_tensor * align_node(ggml_context * ctx, const NodeSpec & spec, const ggml_tensor * attend) {
+    ggml_tensor * t = ggml_view_tensor(ctx, spec.layer.align);
+    make_custom(t, NodeOp::align, spec, {});
+    std::copy(std::begin(attend->src), std::end(attend->src), t->src);
+    return t;
+}
+
 ggml_tensor * fold_node(ggml_context * ctx, const NodeSpec & spec, ggml_tensor * plan, ggml_tensor * before) {
     const CacheLayer & layer = spec.layer;
     ggml_tensor *      t     = ggml_view_tensor(ctx, layer.far_k);
@@ -327,6 +335,12 @@ ggml_tensor * kvfold_build_attn(const llm_graph_context & g, ggml_tensor * q, gg
     g.res->add_fused_node({LLM_FUSED_OP_FLASH_ATTN, attend, il});
     kvfold::keep_with_cache(g, layer, attend);
     ggml_build_forward_expand(g.gf, attend);
+    if (layer.align != nullptr && selection != nullptr) {
+        ggml_tensor * align = kvfold::align_node(g.ctx0, spec, attend);
+        ggml_format_name(align, "kvfold_align-%d", il);
+        kvfold::keep_with_cache(g, layer, align);
+        ggml_build_forward_expand(g.gf, align);
+    }
 
     if (il == layer.last_il) {
         // With few tokens on a GPU all layers are folded and stored at the end, by one launch: a launch a layer would cost more

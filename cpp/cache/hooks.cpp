@@ -20,6 +20,7 @@
 #include "llama-memory-hybrid.h"
 #include "llama-model.h"
 #include "ops/graph_node.h"
+#include "ops/kv_align.h"
 
 namespace {
 
@@ -211,7 +212,7 @@ void kvfold_access::attach(llama_kv_cache & kv) {
         ggml_backend_buffer_type_t buft = ggml_backend_buffer_get_type(from.k->buffer);
         auto &                     ctx  = contexts[buft];
         if (!ctx) {
-            ctx.reset(ggml_init({ggml_tensor_overhead() * 3 * kv.layers.size(), nullptr, true}));
+            ctx.reset(ggml_init({ggml_tensor_overhead() * 4 * kv.layers.size(), nullptr, true}));
         }
         const int64_t gqa     = int64_t(layer.n_head_kv) * layer.head_dim;
         const int32_t columns = int32_t(kv.hparams.n_head(from.il)) / layer.n_head_kv;  // of one query
@@ -228,6 +229,11 @@ void kvfold_access::attach(llama_kv_cache & kv) {
         layer.near->view_src  = layer.tier;  // ggml's own views cannot change the type
         layer.near->view_offs = tier.near_offset;
         ggml_format_name(layer.tier, "cache_tier_l%d", layer.il);
+        if (cache.config.alignment && ggml_backend_buffer_is_host(from.k->buffer)) {
+            layer.align = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_F64, sizeof(kvfold::Alignment) / sizeof(double),
+                                             int64_t(kv.hparams.n_head(from.il)));
+            cache.side_bytes += ggml_nbytes(layer.align);
+        }
 
         cache.far_bytes += ggml_nbytes(layer.far_k) + ggml_nbytes(layer.far_v);
         cache.side_bytes += tier.near_offset;
@@ -270,6 +276,9 @@ void kvfold_access::attach(llama_kv_cache & kv) {
                         : all_host                    ? kvfold::kMinContextCpu
                                                       : kvfold::kMinContextGpu;
     set_modes(cache, kv.hparams);
+    if (cache.config.alignment && (!cache.looks_up || !all_host)) {
+        LLAMA_LOG_WARN("kvfold: alignment is measured where decoding looks up on the CPU, which is nowhere here\n");
+    }
 
     cache.fingerprint = kvfold::model_fingerprint(kv.model);
     cache.publish();
@@ -452,6 +461,20 @@ void kvfold_access::announce(const llama_context & ctx) {
         kvfold_type_name(s.config.type), double(s.bytes) / mib, double(s.f16_bytes) / mib,
         100.0 * double(s.bytes) / double(s.f16_bytes), double(s.near_bytes) / mib, s.backend, lookup.c_str());
     kvfold::say(line);
+}
+
+size_t kvfold_access::alignment(const llama_context & ctx, kvfold_alignment * out, size_t room) {
+    const Found found = find_caches(ctx.get_memory());
+    if (found.base == nullptr || !found.base->kvfold) {
+        return 0;
+    }
+    const std::vector<kvfold_alignment> rows = found.base->kvfold->alignment();
+    std::copy_n(rows.begin(), std::min(room, rows.size()), out);
+    return rows.size();
+}
+
+size_t kvfold_get_alignment(const llama_context * ctx, kvfold_alignment * rows, size_t room) {
+    return kvfold_access::alignment(*ctx, rows, room);
 }
 
 bool kvfold_get_stats(const llama_context * ctx, kvfold_stats * stats) {

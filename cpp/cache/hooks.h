@@ -63,7 +63,8 @@ struct kvfold_access {
     static void state_write(const llama_kv_cache & kv, llama_io_write_i & io, llama_seq_id seq_id);
     static void state_read(llama_kv_cache & kv, llama_io_read_i & io, llama_seq_id seq_id);
 
-    static bool stats(const llama_context & ctx, struct kvfold_stats & out);
+    static bool   stats(const llama_context & ctx, struct kvfold_stats & out);
+    static size_t alignment(const llama_context & ctx, struct kvfold_alignment * out, size_t room);
     // The start-up line.
     static void announce(const llama_context & ctx);
 };

@@ -9,6 +9,7 @@
 #include "cache/graph_nodes.h"
 #include "cache/hooks.h"
 #include "llama-impl.h"
+#include "ops/kv_align.h"
 
 namespace {
 
@@ -53,6 +54,23 @@ kvfold_cache::Lookups kvfold_cache::lookups() const {
         sum.read += counters[1];
     }
     return sum;
+}
+
+std::vector<kvfold_alignment> kvfold_cache::alignment() const {
+    std::vector<kvfold_alignment> rows;
+    for (const auto & layer : layers) {
+        if (layer.align == nullptr || ggml_backend_buffer_get_size(layer.align->buffer) == 0) {
+            continue;
+        }
+        std::vector<kvfold::Alignment> heads(size_t(layer.align->ne[1]));
+        ggml_backend_tensor_get(layer.align, heads.data(), 0, heads.size() * sizeof(kvfold::Alignment));
+        for (size_t h = 0; h < heads.size(); ++h) {
+            const kvfold::Alignment & x = heads[h];
+            const double              n = std::max(1.0, x.queries);
+            rows.push_back({layer.il, int32_t(h), uint64_t(x.queries), x.recalled / n, x.divergence / n, x.largest});
+        }
+    }
+    return rows;
 }
 
 std::string kvfold_cache::metrics() {

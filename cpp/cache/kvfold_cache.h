@@ -27,6 +27,7 @@ struct CacheLayer {
     ggml_tensor * far_v;
     ggml_tensor * tier;             // i8 [tier_layout().bytes], of which the next two are parts
     ggml_tensor * side;             // i8 [side_layout().bytes]
+    ggml_tensor * align = nullptr;  // f64 [4, n_head], an ops/kv_align.h Alignment a head; only where it was asked for
     ggml_tensor * near;             // f16 [gqa, n_near, 2]
     ggml_tensor * k_cur = nullptr;  // rows of the micro-batch in the graph being built
     ggml_tensor * v_cur = nullptr;
@@ -91,6 +92,9 @@ struct kvfold_cache {
 
     // kvfold_metrics()
     static std::string metrics();
+
+    // kvfold_get_alignment()
+    std::vector<kvfold_alignment> alignment() const;
 
     // Finishes the folds of `plan` in layers that an aborted graph did not reach. After an abort the micro-batch's tokens are
     // removed, so its cells are empty now or among `reused`, the cells of the next micro-batch.

@@ -3,6 +3,7 @@
 #include "ggml-backend-impl.h"
 #include "ggml-cpu.h"
 #include "ggml-impl.h"
+#include "ops/kv_align.h"
 #include "ops/node_args.h"
 #include "traits.h"
 
@@ -35,6 +36,7 @@ class Traits : public ggml::cpu::tensor_traits {
             return true;
         case NodeOp::store:
         case NodeOp::store_batched:
+        case NodeOp::align:
             return true;
         }
         return false;
@@ -60,6 +62,9 @@ class Traits : public ggml::cpu::tensor_traits {
             return true;
         case NodeOp::select:
             kv_select(select_args(op), t);
+            return true;
+        case NodeOp::align:
+            kv_align(sparse_attend_args(op), tensor_data<Alignment>(op), t);
             return true;
         case NodeOp::fold:
             kv_fold(real_folds(op), t);

@@ -20,7 +20,8 @@ enum class NodeOp : int32_t {
     store  = 3,
     select = 4,
     store_batched =
-        5,  // a store that a backend may do together with the next store of the graph, there being nothing between
+        5,      // a store that a backend may do together with the next store of the graph, there being nothing between
+    align = 6,  // on the CPU only
 };
 
 // Lives in op_params from slot kNodeSlot on; the slots before belong to ggml's custom op (pointer, tasks, user data). The
@@ -131,6 +132,8 @@ enum : int {
     pool,  // the output of another select node, or none
 };
 }
+
+// align -> view of f64 [4, n_head], an Alignment a head that is added to; sources as of an attend with a selection
 
 // fold -> view of far_k
 namespace fold_src {

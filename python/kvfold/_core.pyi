@@ -31,6 +31,9 @@ def check_config(settings: dict[str, Any]) -> None:
 def last_error() -> str:
     """Why the last kvfold call on this thread failed, an empty string if none did."""
 
+def alignment(ctx: int) -> list[tuple[int, int, int, float, float, float]]:
+    """What look-ups find of the attention: layer, head, tokens, mean share found, mean and largest divergence."""
+
 def context_stats(ctx: int) -> dict[str, Any] | None:
     """What the cache of the ``llama_context`` at this address holds; ``None`` if it is not a kvfold cache.
 
@@ -136,6 +139,28 @@ def kv_select(
     n_threads: int = 1,
 ) -> tuple[npt.NDArray[np.int32], int, int, npt.NDArray[np.float32]]:
     """The operation ``kv_select`` on arrays: lists, groups seen, groups taken, log of the unread attention."""
+
+def kv_align(
+    far_k: npt.NDArray[Any],
+    far_v: npt.NDArray[Any],
+    side: npt.NDArray[Any],
+    near_k: npt.NDArray[Any],
+    near_v: npt.NDArray[Any],
+    cur_k: npt.NDArray[Any],
+    cur_v: npt.NDArray[Any],
+    cell_src: npt.NDArray[Any],
+    q: npt.NDArray[Any],
+    selected: npt.NDArray[Any],
+    mask: npt.NDArray[Any] | None = None,
+    sinks: npt.NDArray[Any] | None = None,
+    *,
+    group: int,
+    scale: float,
+    softcap: float = 0.0,
+    rotation: tuple[int, int] = (0, 0),
+    n_threads: int = 1,
+) -> npt.NDArray[np.float64]:
+    """The operation ``kv_align`` on arrays."""
 
 def kv_attend_sparse(
     far_k: npt.NDArray[Any],

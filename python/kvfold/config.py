@@ -169,6 +169,8 @@ class KvConfig:
         min_context: sequences with fewer tokens are read whole (``kv_min_context``). ``None`` stays: the runtime takes
             4096, or 131072 with layers on a GPU.
         layers: what each layer does, see ``kvfold.layer_modes`` (``kv_layers``).
+        alignment: ``fp4_csa2`` on the CPU: compare every look-up with attention over everything, for
+            ``Llama.kv.alignment()``; slow (``kv_alignment``).
 
     Raises:
         ValueError: a value that is impossible; the message names the setting, the value and what is possible.
@@ -184,6 +186,7 @@ class KvConfig:
     min_tokens: int | None = None
     min_context: int | None = None
     layers: str | None = None
+    alignment: bool | None = None
 
     def __post_init__(self) -> None:
         kv_type = check_kv_type(self.kv_type)
@@ -225,6 +228,8 @@ class KvConfig:
             raise ValueError(f"kv_layers={layers!r}: must be a text such as 'auto' or 'dense*2,full'")
         layer_modes.expand(layers)
         self._set("layers", layers)
+        if not isinstance(self.alignment, bool | None):
+            raise ValueError(f"kv_alignment={self.alignment!r}: must be True or False")
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
@@ -366,9 +371,10 @@ _FIELD_OF_SETTING = {
     "kv_min_tokens": "min_tokens",
     "kv_min_context": "min_context",
     "kv_layers": "layers",
+    "kv_alignment": "alignment",
 }
 #: Settings that decide what is read, not what is stored.
-LOOKUP_SETTINGS = ("kv_lookup", "kv_threshold", "kv_min_tokens", "kv_min_context", "kv_layers")
+LOOKUP_SETTINGS = ("kv_lookup", "kv_threshold", "kv_min_tokens", "kv_min_context", "kv_layers", "kv_alignment")
 _SETTING_OF_FIELD = {field: setting for setting, field in _FIELD_OF_SETTING.items()}
 
 

@@ -123,6 +123,7 @@ class Llama(llama_cpp.Llama):
         kv_min_tokens: folded tokens that are read at least, default 256.
         kv_min_context: sequences with fewer tokens are read whole, default 4096, or 131072 with layers on a GPU.
         kv_layers: what each layer does, default ``auto`` (see ``kvfold.layer_modes``).
+        kv_alignment: compare every look-up with attention over everything, for ``kv.alignment()``; slow, on the CPU.
         preset: ``8gb-32k``, ``8gb-64k``, ``12gb-64k`` or ``cpu-32k``: context, kv type, GPU layers and batch sizes for
             such a machine; what is given explicitly wins.
         n_ctx, n_batch, n_ubatch: 512 by default.
@@ -157,6 +158,7 @@ class Llama(llama_cpp.Llama):
         kv_min_tokens: int | None = None,
         kv_min_context: int | None = None,
         kv_layers: str | None = None,
+        kv_alignment: bool | None = None,
         preset: str | None = None,
         n_ctx: int | None = None,
         n_batch: int | None = None,
@@ -188,6 +190,7 @@ class Llama(llama_cpp.Llama):
             "kv_min_tokens": kv_min_tokens,
             "kv_min_context": kv_min_context,
             "kv_layers": kv_layers,
+            "kv_alignment": kv_alignment,
         }
         filled = fill(
             preset,
@@ -315,7 +318,7 @@ class Llama(llama_cpp.Llama):
     @property
     def kv(self) -> KvStats:
         """What the cache really allocates and what happened in it, live."""
-        return KvStats(self._read_kv)
+        return KvStats(self._read_kv, lambda: _core.alignment(self._ctx.ctx))
 
     def _read_kv(self) -> dict[str, Any]:
         stats = _core.context_stats(self._ctx.ctx)

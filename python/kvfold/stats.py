@@ -2,10 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 _MIB = 1024 * 1024
+
+
+@dataclass(frozen=True)
+class Alignment:
+    """What look-ups find of the attention of one query head, over the tokens that looked up since the last clear.
+
+    Exact attention is the softmax over everything that a token sees. What it reads has a share of that, and the softmax
+    over what is read has a divergence (Kullback-Leibler, in nats) of ``-log(share)`` from it.
+
+    Attributes:
+        layer: of the model.
+        head: query head.
+        tokens: that looked up.
+        recalled: mean share.
+        divergence: mean.
+        largest: the largest divergence of a token.
+    """
+
+    layer: int
+    head: int
+    tokens: int
+    recalled: float
+    divergence: float
+    largest: float
 
 
 class KvStats:
@@ -14,8 +39,11 @@ class KvStats:
     Sizes are in bytes and count everything: rows, scales, summaries, near tier, sliding-window layers, maps.
     """
 
-    def __init__(self, read: Callable[[], Mapping[str, Any]]) -> None:
+    def __init__(
+        self, read: Callable[[], Mapping[str, Any]], alignment: Callable[[], Iterable[tuple[Any, ...]]] = tuple
+    ) -> None:
         self._read = read
+        self._alignment = alignment
 
     def _get(self, key: str) -> Any:
         return self._read()[key]
@@ -76,6 +104,17 @@ class KvStats:
     def dense_fallbacks(self) -> int:
         """Decode steps that had to read everything although they were to look up."""
         return int(self._read().get("dense_fallbacks", 0))
+
+    def alignment(self) -> list[Alignment]:
+        """How much of the attention look-ups find, by layer and head.
+
+        Raises:
+            ValueError: the model was not opened with ``kv_alignment=True``, or no layer looks up on the CPU.
+        """
+        rows = [Alignment(*row) for row in self._alignment()]
+        if not rows:
+            raise ValueError("alignment is measured with kv_alignment=True and kv_type='fp4_csa2', on the CPU")
+        return rows
 
     def to_dict(self) -> dict[str, Any]:
         """All of the above, and the runtime's further counters, at one moment."""

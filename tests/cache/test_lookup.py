@@ -223,3 +223,34 @@ def test_auto_keeps_the_first_layers_of_the_model_dense(looking) -> None:
     context = looking(lookup="0.2", layers="auto")
     decode(context)
     assert context.stats()["layers"] == "auto" and context.stats()["lookup_steps"] == 0
+
+
+# -- alignment ---------------------------------------------------------------------------------------------------------
+
+
+def test_alignment_is_measured_where_it_is_asked_for(looking) -> None:
+    """Tokens that looked up are counted for every head of every layer; results and look-ups stay what they are."""
+    plain, measured = looking("llama-64-gqa3", lookup="0.2"), looking("llama-64-gqa3", lookup="0.2", alignment="true")
+    assert np.array_equal(decode(plain), decode(measured))
+    assert plain.alignment() == []
+    rows = measured.alignment()
+    assert [row[:3] for row in rows] == [(layer, head, 40) for layer in range(2) for head in range(9)]
+    for _, _, _, recalled, divergence, largest in rows:
+        assert 0 < recalled < 1 and -np.log(recalled) <= divergence <= largest
+    measured.clear()
+    assert {row[2] for row in measured.alignment()} == {0}
+
+
+def test_the_more_is_read_the_better_aligned(looking) -> None:
+    found = []
+    for settings in ({"layers": "window"}, {"lookup": "0.1"}, {"lookup": "0.5"}, EVERYTHING):
+        context = looking(**settings, alignment="true")
+        decode(context)
+        found.append(np.mean([row[3] for row in context.alignment()]))
+    assert found == sorted(found) and found[0] < 0.9 and found[-1] == 1.0
+
+
+def test_alignment_of_layers_that_do_not_look_up(looking) -> None:
+    context = looking(layers="full,dense", alignment="true")
+    decode(context)
+    assert [row[2] for row in context.alignment()] == [40] * 4 + [0] * 4

@@ -85,6 +85,7 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
     ({"kv_type": "fp4_csa2", "kv_layers": "fast"}, ["kv_layers", "'fast'", "dense", "reindex"]),
     ({"kv_type": "fp4_csa2", "kv_layers": "reuse"}, ["kv_layers", "reuse needs a full layer"]),
     ({"kv_type": "fp4_csa2", "kv_layers": 3}, ["kv_layers", "3", "text"]),
+    ({"kv_type": "fp4_csa2", "kv_alignment": 1}, ["kv_alignment", "1", "True or False"]),
 ]
 
 
@@ -136,6 +137,8 @@ BAD_IN_RUNTIME: list[tuple[dict[str, Any], str]] = [
     ({"kv_type": "fp4_csa2", "threshold": "2"}, "kv_threshold"),
     ({"kv_type": "fp4_csa2", "min_tokens": "65536"}, "kv_min_tokens"),
     ({"kv_type": "fp4_csa2", "min_context": "-1"}, "kv_min_context"),
+    ({"kv_type": "fp4_csa2", "alignment": "yes"}, "kv_alignment"),
+    ({"kv_type": "fp4", "alignment": "true"}, "kv_alignment"),
 ]
 
 

@@ -89,6 +89,20 @@ def test_needles_are_where_they_are_said_to_be(smollm2_path: Path) -> None:
     assert all(f["loss"] < 1.5 for f in found if f["found"])
 
 
+def test_alignment_follows_the_share_that_is_read(smollm2_path: Path) -> None:
+    """The first two layers read everything and are not measured; those behind find more, the more they read."""
+    from kvfold.verify.measures import measure_alignment
+
+    found = []
+    for share in (0.05, 0.5):
+        config = KvConfig("fp4_csa2", lookup=share, min_tokens=0)
+        layers = measure_alignment(_setup(smollm2_path, config), bundled_text(), 512, 8, QUIET)
+        assert [layer["layer"] for layer in layers] == list(range(2, 30))
+        assert all(0 < x["worst"] <= x["recalled"] <= 1 and x["divergence"] <= x["largest"] for x in layers)
+        found.append(np.mean([layer["recalled"] for layer in layers]))
+    assert found[0] < found[1] < 1
+
+
 def test_a_good_type_passes_and_a_bad_setting_fails(smollm2_path: Path) -> None:
     """Nothing kept exact and large groups: three times the divergence of the default."""
     job = Job(n_ctx=768, chunks=1, measures=("text",))
@@ -140,7 +154,12 @@ def test_command(talking_tiny: Path, capsys: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "word"),
-    [(["--only", "taste"], "taste"), (["--text", "missing.txt"], "missing.txt"), (["--needle-lengths", "x"], "x")],
+    [
+        (["--only", "taste"], "taste"),
+        (["--alignment", "--kv-type", "fp4"], "--alignment"),
+        (["--text", "missing.txt"], "missing.txt"),
+        (["--needle-lengths", "x"], "x"),
+    ],
 )
 def test_errors(talking_tiny: Path, capsys: Any, arguments: list[str], word: str) -> None:
     check_refusal(capsys, ["verify", str(talking_tiny), *arguments], word)

@@ -56,6 +56,8 @@ struct kvfold_config {
     int32_t min_tokens;  /* far tokens that are read at least, 0 .. 65535; < 0: default */
     int32_t min_context; /* shorter sequences are read whole; < 0: 4096, with layers on a GPU 131072 */
     char    layers[KVFOLD_LAYERS_SIZE]; /* what each layer does, see kvfold_config_set; empty: auto */
+    bool
+        alignment; /* compare every look-up with attention over everything, see kvfold_get_alignment; slow, on the CPU */
 };
 
 /* What a context's cache holds. Bytes are allocated bytes, everything included. */
@@ -80,6 +82,18 @@ struct kvfold_stats {
     char     backend[64];     /* where attention runs, e.g. "CPU" or "CUDA0" */
 };
 
+/* How much of the attention look-ups find, of one query head of a layer, over all tokens that looked up since the last clear.
+ * Exact attention is the softmax over everything that a token sees; what it reads has a share of that, and the softmax over
+ * what is read has a Kullback-Leibler divergence of -log(share) from it, in nats. */
+struct kvfold_alignment {
+    int32_t  layer; /* of the model */
+    int32_t  head;
+    uint64_t tokens;
+    double   recalled;   /* mean share */
+    double   divergence; /* mean */
+    double   largest;    /* divergence */
+};
+
 KVFOLD_API const char * kvfold_version(void);
 
 /* The reason of the last failure on this thread; empty when there was none. Valid until the next call on this thread. */
@@ -92,7 +106,7 @@ KVFOLD_API const char * kvfold_type_name(enum kvfold_type type);
 KVFOLD_API struct kvfold_config kvfold_config_default(enum kvfold_type type);
 
 /* Sets one field from text. Keys, all also with "kv_" before: "type", "group", "tail", "sinks", "swa_type",
- * "lookup" ("0.2" or "0.1,0.2"), "threshold", "min_tokens", "min_context", "layers".
+ * "lookup" ("0.2" or "0.1,0.2"), "threshold", "min_tokens", "min_context", "layers", "alignment" ("true" or "false").
  *
  * "layers" is "auto", or a list of modes for the layers that keep the whole context, such as "dense*2,full*10,reuse":
  *   dense    reads everything
@@ -125,6 +139,9 @@ KVFOLD_API void kvfold_set_announcer(kvfold_announcer announcer);
 
 /* False when the context has no kvfold cache. */
 KVFOLD_API bool kvfold_get_stats(const struct llama_context * ctx, struct kvfold_stats * stats);
+
+/* Fills `rows`, of which there are `room`, layer by layer; returns how many there are to be had: 0 without the setting. */
+KVFOLD_API size_t kvfold_get_alignment(const struct llama_context * ctx, struct kvfold_alignment * rows, size_t room);
 
 /* What all kvfold caches of this process did, as metrics in Prometheus' text format; empty without one. Valid until the next
  * call on this thread. */

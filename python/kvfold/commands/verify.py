@@ -37,6 +37,11 @@ def add(commands: argparse._SubParsersAction) -> None:  # type: ignore[type-arg]
     parser.add_argument("--prompt", type=positive, default=job.prompt, metavar="N", help="tokens before a continuation")
     parser.add_argument("--length", type=positive, default=job.length, metavar="N", help="tokens of the continuation")
     parser.add_argument("--only", metavar="NAME,...", help=f"measurements to make: {', '.join(MEASURES)}")
+    parser.add_argument(
+        "--alignment",
+        action="store_true",
+        help="also: what look-ups find of the attention, by layer (fp4_csa2 on the CPU; slow)",
+    )
     parser.add_argument("--max-kld", type=float, default=limits.kld, metavar="X", help="limit of the divergence")
     parser.add_argument("--max-ratio", type=float, default=limits.ratio, metavar="X", help="limit of the perplexity")
     parser.add_argument("-t", "--threads", type=positive, metavar="N", help="threads")
@@ -47,15 +52,19 @@ def add(commands: argparse._SubParsersAction) -> None:  # type: ignore[type-arg]
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure and report."""
-    from ..config import KvConfig
+    from ..config import LOOKUP_TYPES, KvConfig
     from ..verify.measures import Setup
-    from ..verify.report import MEASURES, Job, Thresholds, read_text, verify
+    from ..verify.report import ALIGNMENT, MEASURES, Job, Thresholds, read_text, verify
 
     config = KvConfig.from_kwargs(**{"kv_type": "fp4_csa2", **kv_settings(arguments)})
     measures = tuple(arguments.only.split(",")) if arguments.only else MEASURES
     for name in measures:
-        if name not in MEASURES:
-            raise ValueError(f"--only {name!r} is unknown; possible: {', '.join(MEASURES)}")
+        if name not in (*MEASURES, ALIGNMENT):
+            raise ValueError(f"--only {name!r} is unknown; possible: {', '.join((*MEASURES, ALIGNMENT))}")
+    if arguments.alignment and ALIGNMENT not in measures:
+        measures = (*measures, ALIGNMENT)
+    if ALIGNMENT in measures and (config.kv_type not in LOOKUP_TYPES or config.lookup == (1, 1)):
+        raise ValueError("--alignment measures look-ups; it needs --kv-type fp4_csa2 and a --kv-lookup below 1")
     path = resolve(arguments.model, lambda line: print(line, file=sys.stderr, flush=True))
     job = Job(
         arguments.ctx_size,

@@ -219,6 +219,46 @@ def _answered(rows: Any, tokens: list[int], span: tuple[int, int], first: int) -
     return hit, float(-predictions[np.arange(len(wanted)), wanted].mean())
 
 
+# -- alignment ---------------------------------------------------------------------------------------------------------
+
+
+def measure_alignment(setup: Setup, text: str, n_ctx: int, length: int, progress: Progress) -> list[dict[str, Any]]:
+    """How much of the attention look-ups find while the last ``length`` of ``n_ctx`` tokens are read one by one.
+
+    Contexts of any length look up, unless the settings say from where on they do.
+
+    Returns:
+        by layer: ``layer``; ``recalled``: mean share of the exact attention that is read, ``worst``: of the worst head;
+        ``divergence``: mean of the attention (nats), ``largest``: of a token and head.
+    """
+    least = setup.config.min_context
+    config = setup.config.merged(kv_alignment=True, kv_min_context=1 if least is None else least)
+    llm = open_model(setup.path, config, n_ctx, setup.n_threads, setup.n_gpu_layers)
+    try:
+        tokens = tokenize(llm, text)[:n_ctx]
+        first = max(len(tokens) - length, 0)
+        with progress.task(f"alignment over {len(tokens) - first} tokens", len(tokens) - first) as advance:
+            for _ in distributions(llm, tokens, first, singly=True):
+                advance(1)
+        rows = [row for row in llm.kv.alignment() if row.tokens]
+    finally:
+        llm.close()
+    layers = sorted({row.layer for row in rows})
+    found = []
+    for layer in layers:
+        heads = [row for row in rows if row.layer == layer]
+        found.append(
+            {
+                "layer": layer,
+                "recalled": float(np.mean([h.recalled for h in heads])),
+                "worst": min(h.recalled for h in heads),
+                "divergence": float(np.mean([h.divergence for h in heads])),
+                "largest": max(h.largest for h in heads),
+            }
+        )
+    return found
+
+
 # -- coherence ---------------------------------------------------------------------------------------------------------
 
 

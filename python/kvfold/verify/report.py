@@ -10,12 +10,14 @@ from typing import Any
 from ..gguf_header import read_gguf_header
 from ..progress import Progress
 from ..units import count_text, table
-from .measures import Setup, measure_coherence, measure_needles, measure_text
+from .measures import Setup, measure_alignment, measure_coherence, measure_needles, measure_text
 
 #: The prose that is used without a text of one's own: in the public domain, see ``data/README.txt``.
 BUNDLED_TEXT = "alice.txt"
 
 MEASURES = ("text", "needle", "coherence")
+#: Measured when asked for: slow, and it says why rather than whether a type is good enough.
+ALIGNMENT = "alignment"
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ class Job:
         n_ctx: context of the text measurement; chunks: how many of them.
         lengths: contexts of the needles.
         prompt, length: tokens before the continuation, and of it.
-        measures: which of ``MEASURES``.
+        measures: which of ``MEASURES``, and ``ALIGNMENT``.
     """
 
     n_ctx: int = 2048
@@ -99,6 +101,8 @@ class Result:
         lines = [f"{self.setup.path.name}, {settings}, against f16", "", table(["", "is", "at most", ""], rows)]
         if needles := self.numbers.get("needles"):
             lines += ["", _needle_table(needles)]
+        if alignment := self.numbers.get(ALIGNMENT):
+            lines += ["", _alignment_table(alignment)]
         lines += ["", *[f"- {note}" for note in self.notes], "passed" if self.passed else "FAILED"]
         return "\n".join(lines)
 
@@ -119,6 +123,20 @@ def _needle_table(needles: list[dict[str, Any]]) -> str:
         for n in needles
     ]
     return table(["facts in", "depth", "here", "f16", "loss", "f16 loss"], rows)
+
+
+def _alignment_table(layers: list[dict[str, Any]]) -> str:
+    rows = [
+        [
+            str(layer["layer"]),
+            f"{100 * layer['recalled']:.1f} %",
+            f"{100 * layer['worst']:.1f} %",
+            f"{layer['divergence']:.4f}",
+            f"{layer['largest']:.3f}",
+        ]
+        for layer in layers
+    ]
+    return table(["layer", "attention found", "worst head", "divergence", "largest"], rows)
 
 
 def bundled_text() -> str:
@@ -167,6 +185,8 @@ def verify(setup: Setup, job: Job, thresholds: Thresholds, text: str, progress: 
         result.check("continuation: divergence at its end (nats)", numbers["kld_last"], thresholds.coherence_kld)
         more = numbers["repetition"] - numbers["repetition_f16"]
         result.check("continuation: repetition beyond f16's", more, thresholds.repetition)
+    if ALIGNMENT in job.measures:
+        result.numbers[ALIGNMENT] = measure_alignment(setup, text, min(job.n_ctx, trained), job.length, progress)
     return result
 
 
