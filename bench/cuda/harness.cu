@@ -666,6 +666,30 @@ void check_lookup_all(bool quick, const CudaDevice & device) {
     }
 }
 
+// The bound that the documentation gives, far beyond the sizes in use.
+void check_scratch() {
+    size_t most = 0;
+    for (int dim : {64, 128, 256}) {
+        for (int n_head_kv : {1, 8, 64}) {
+            for (int gqa : {1, 4, 16}) {
+                for (int n_q : {1, 17, 512, 4096}) {
+                    AttendArgs a{};
+                    a.mem.head_dim  = dim;
+                    a.mem.n_head_kv = n_head_kv;
+                    a.mem.group     = 4;
+                    a.mem.n_cells = a.n_kv = 1 << 18;
+                    a.n_head               = n_head_kv * gqa;
+                    a.n_q = a.cur.n_rows = n_q;
+                    most                 = std::max(most, kv_attend_cuda_scratch(a, {200, 90}));
+                }
+            }
+        }
+    }
+    const bool ok = most <= size_t(64) << 20;
+    std::printf("%s scratch: at most %.1f MiB\n", ok ? "ok  " : "FAIL", double(most) / (1 << 20));
+    n_failed += !ok;
+}
+
 void check_attend_all(bool quick, const CudaDevice & device) {
     Rng               rng(1);
     const char *      sources[] = {"far", "tail", "mixed", "near"};
@@ -734,6 +758,15 @@ void check_attend_all(bool quick, const CudaDevice & device) {
         check_attend(rng, {dim, 4, 3, 4, 200, 2500, "tail", "causal"}, ampere);
         check_attend(rng, {dim, 8, 2, 3, 70, 3001, "mixed", "sequences", 20.0f, true}, ampere);
     }
+    // KV heads in turns, of 3 and 2
+    for (int arch : {device.arch, 80}) {
+        for (int dim : {64, 128, 256}) {
+            const CudaDevice small{device.n_sm, arch, size_t(2) * 130 * dim * sizeof(half) * 3};
+            check_attend(rng, {dim, 4, 5, 3, 130, 1000, "tail", "causal"}, small);
+            check_attend(rng, {dim, 4, 5, 1, 20, 3000, "mixed", "causal"}, small);
+        }
+    }
+    check_scratch();
 }
 
 // --- fold and store --------------------------------------------------------------------------------------------------

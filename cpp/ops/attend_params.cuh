@@ -24,7 +24,8 @@ struct AttendParams {
     const half *     near_v;
     const float *    cur_k;
     const float *    cur_v;
-    const half *     cur_half_k;  // [n_current][n_head_kv][head_dim]; null in decode where they fit shared memory
+    const half *
+        cur_half_k;  // [n_current][heads of this launch][head_dim]; null in decode where they fit shared memory
     const half *     cur_half_v;
     const uint32_t * far_bits;
     const int2 *     exact;       // ExactCell
@@ -45,6 +46,8 @@ struct AttendParams {
     int64_t          q_stride_query;
     int64_t          q_stride_head;
     int32_t          n_head_kv;
+    int32_t          head0;    // prefill: the KV heads of this launch begin here
+    int32_t          n_heads;  // and are so many
     int32_t          n_head;
     int32_t          gqa;  // query heads a KV head
     int32_t          n_q;

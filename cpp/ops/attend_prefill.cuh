@@ -100,8 +100,8 @@ struct TileLoader {
                 const int cell = tile * BC + i, from = cell < p.n_kv ? p.cell_src[cell] : kSrcHidden;
                 if (from != kSrcFar) {
                     ExactWord k, v;
-                    k.load(p.near_k, p.cur_half_k, from, p.n_head_kv, head, D, word);
-                    v.load(p.near_v, p.cur_half_v, from, p.n_head_kv, head, D, word);
+                    k.load(p, p.near_k, p.cur_half_k, from, head, D, word);
+                    v.load(p, p.near_v, p.cur_half_v, from, head, D, word);
                     store(i, word, k.pairs(), v.pairs());
                 }
             }
@@ -109,14 +109,14 @@ struct TileLoader {
     }
 };
 
-// grid: x block of columns, y KV head, z split of the cells. Dynamic shared memory: S::shared_bytes.
+// grid: x block of columns, y KV head from head0 on, z split of the cells. Dynamic shared memory: S::shared_bytes.
 template <class S>
 __global__ void __launch_bounds__(S::threads, 1) attend_prefill(const __grid_constant__ AttendParams p) {
     constexpr int     D = S::D, BC = S::BC, NS = BC / 8, NO = D / 8, KS = D / 16;
     extern __shared__ __align__(16) half shared_rows[];
 
     const int       lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    const int       head = blockIdx.y, row0 = blockIdx.x * S::rows;
+    const int       head = p.head0 + blockIdx.y, row0 = blockIdx.x * S::rows;
     const int       n_tiles = (p.n_kv + BC - 1) / BC, per = (n_tiles + p.n_split - 1) / p.n_split;
     const int       tile0 = blockIdx.z * per, tile1 = min(n_tiles, tile0 + per);
     const uint8_t * flags = p.tile_flags + blockIdx.x * n_tiles;

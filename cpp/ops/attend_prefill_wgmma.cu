@@ -80,8 +80,8 @@ struct TileFeed {
             }
 #pragma unroll
             for (int i = 0; i < cells; ++i) {
-                k[i].load(p.near_k, p.cur_half_k, src[i], p.n_head_kv, head, D, word);
-                v[i].load(p.near_v, p.cur_half_v, src[i], p.n_head_kv, head, D, word);
+                k[i].load(p, p.near_k, p.cur_half_k, src[i], head, D, word);
+                v[i].load(p, p.near_v, p.cur_half_v, src[i], head, D, word);
             }
 #pragma unroll
             for (int i = 0; i < cells; ++i) {
@@ -99,7 +99,7 @@ struct TileFeed {
     }
 };
 
-// grid: x block of columns, y KV head, z split of the cells. Dynamic shared memory: S::shared_bytes.
+// grid: x block of columns, y KV head from head0 on, z split of the cells. Dynamic shared memory: S::shared_bytes.
 template <class S>
 __global__ void __launch_bounds__(S::threads, 1) attend_prefill_wgmma(const __grid_constant__ AttendParams p) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(S::threads, 1) attend_prefill_wgmma(const __gr
     const uint32_t base = uint32_t(__cvta_generic_to_shared(shared_rows));
     half *         ring = shared_rows + ((1024 - base % 1024) % 1024) / 2;
 
-    const int       lane = threadIdx.x & 31, head = blockIdx.y, row0 = blockIdx.x * S::rows;
+    const int       lane = threadIdx.x & 31, head = p.head0 + blockIdx.y, row0 = blockIdx.x * S::rows;
     const int       n_tiles = (p.n_kv + BC - 1) / BC, per = (n_tiles + p.n_split - 1) / p.n_split;
     const int       tile0 = blockIdx.z * per, tile1 = min(n_tiles, tile0 + per);
     const uint8_t * flags = p.tile_flags + blockIdx.x * n_tiles;
@@ -231,7 +231,7 @@ void launch(const AttendParams & p, int n_blocks, cudaStream_t stream) {
     const auto kernel = attend_prefill_wgmma<S>;
     // of the current device, hence every time; a failure shows in the launch
     (void) cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, S::shared_bytes);
-    kernel<<<dim3(n_blocks, p.n_head_kv, p.n_split), S::threads, S::shared_bytes, stream>>>(p);
+    kernel<<<dim3(n_blocks, p.n_heads, p.n_split), S::threads, S::shared_bytes, stream>>>(p);
 }
 
 }  // namespace

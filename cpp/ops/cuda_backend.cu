@@ -26,20 +26,42 @@ CudaDevice the_device(int id) {
     return {info.nsm, info.cc / 10};
 }
 
+constexpr size_t kScratchAlignment = 256;
+
+// Behind the result of a node, where cuda_scratch() had room made.
+void * scratch_of(const ggml_tensor * node) {
+    const uintptr_t end = reinterpret_cast<uintptr_t>(node->data) + ggml_nbytes(node);
+    return reinterpret_cast<void *>((end + kScratchAlignment - 1) / kScratchAlignment * kScratchAlignment);
+}
+
 bool packed(const ggml_tensor * t, ggml_type type) {
     return t != nullptr && t->type == type && t->nb[0] == ggml_type_size(type);
 }
 
 }  // namespace
 
+size_t cuda_scratch(int device_id, const ggml_tensor * node) {
+    if (!is_kvfold_node(node)) {
+        return 0;
+    }
+    const CudaDevice device = the_device(device_id);
+    size_t           bytes  = 0;
+    if (NodeOp(node_params(node).op) == NodeOp::select) {
+        bytes = kv_select_cuda_scratch(select_args(node), device);
+    } else if (NodeOp(node_params(node).op) == NodeOp::attend) {
+        bytes = node->src[attend_src::selection] != nullptr
+                    ? kv_attend_sparse_cuda_scratch(sparse_attend_args(node), device)
+                    : kv_attend_cuda_scratch(attend_args(node), device);
+    }
+    return bytes > 0 ? bytes + kScratchAlignment - 1 : 0;
+}
+
 bool cuda_compute(ggml_backend_cuda_context & ctx, ggml_tensor * node) {
     if (!is_kvfold_node(node)) {
         return false;
     }
-    cudaStream_t                  stream = ctx.stream();
-    const CudaDevice              device = the_device(ctx.device);
-    ggml_cuda_pool_alloc<uint8_t> scratch(ctx.pool());
-    const auto                    take = [&](size_t bytes) { return bytes > 0 ? scratch.alloc(bytes) : nullptr; };
+    cudaStream_t     stream = ctx.stream();
+    const CudaDevice device = the_device(ctx.device);
     // Stores that wait for the last one of their graph. (A graph that broke off leaves some; attention is the sign of a new one.)
     thread_local std::vector<CommitArgs> pending;
     switch (NodeOp(node_params(node).op)) {
@@ -50,17 +72,14 @@ bool cuda_compute(ggml_backend_cuda_context & ctx, ggml_tensor * node) {
             const ggml_tensor *    selection    = node->src[attend_src::selection];
             const bool             after_lookup = selection->src[select_src::q] == node->src[attend_src::q];
             const SparseAttendArgs a            = sparse_attend_args(node);
-            kv_attend_sparse_cuda(a, after_lookup, device, take(kv_attend_sparse_cuda_scratch(a, device)), stream);
+            kv_attend_sparse_cuda(a, after_lookup, device, scratch_of(node), stream);
         } else {
-            const AttendArgs a = attend_args(node);
-            kv_attend_cuda(a, device, take(kv_attend_cuda_scratch(a, device)), stream);
+            kv_attend_cuda(attend_args(node), device, scratch_of(node), stream);
         }
         break;
-    case NodeOp::select: {
-        const SelectArgs a = select_args(node);
-        kv_select_cuda(a, device, take(kv_select_cuda_scratch(a, device)), stream);
+    case NodeOp::select:
+        kv_select_cuda(select_args(node), device, scratch_of(node), stream);
         break;
-    }
     case NodeOp::fold:
         if (!is_deferred(node)) {
             kv_fold_cuda(fold_args(node), plan_header(node->src[fold_src::plan], kPlanFolds), stream);

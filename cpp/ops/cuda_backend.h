@@ -1,5 +1,7 @@
-// kvfold's operations on ggml's CUDA backend: what the two hooks in ggml-cuda.cu call.
+// kvfold's operations on ggml's CUDA backend: what the hooks in ggml-cuda.cu call.
 #pragma once
+
+#include <cstddef>
 
 struct ggml_backend_cuda_context;
 struct ggml_tensor;
@@ -8,6 +10,10 @@ namespace kvfold {
 
 // Queues a node of ours; false when it is not one.
 bool cuda_compute(ggml_backend_cuda_context & ctx, ggml_tensor * node);
+
+// What a node of ours needs beside its result, in bytes, so that it is allocated and accounted for with the other buffers of the
+// graph; 0 when it is not one. The sources need no memory yet.
+size_t cuda_scratch(int device, const ggml_tensor * node);
 
 // Can the device compute this node? -1 when it is not one of ours, else 0 or 1.
 int cuda_supports(int device, const ggml_tensor * node);

@@ -44,6 +44,7 @@ struct Plan {
     size_t flags_offset;  // prefill: TileFlag
     size_t rows_offset;   // prefill, and decode with many rows: the current rows as halves, keys, then values
     bool   halve_rows;
+    int    heads;  // KV heads of a launch
     size_t scratch;
 };
 
@@ -90,10 +91,15 @@ Plan make_plan(const AttendArgs & a, const CudaDevice & device, const SparseAtte
         p.ml_offset       = rows * dim * sizeof(float);
         p.scratch         = p.ml_offset + rows * sizeof(float2);
     }
+    p.heads      = a.mem.n_head_kv;
     p.halve_rows = a.cur.n_rows > (p.prefill ? 0 : device::kSharedRows);
     if (p.halve_rows) {
-        p.rows_offset = (p.scratch + 255) / 256 * 256;
-        p.scratch     = p.rows_offset + 2 * size_t(a.cur.n_rows) * a.mem.n_head_kv * dim * sizeof(half);
+        p.rows_offset     = (p.scratch + 255) / 256 * 256;
+        const size_t head = 2 * size_t(a.cur.n_rows) * dim * sizeof(half);
+        if (p.prefill) {
+            p.heads = int(std::max<size_t>(std::min<size_t>(device.half_rows / head, p.heads), 1));
+        }
+        p.scratch = p.rows_offset + p.heads * head;
     }
     if (p.prefill) {
         p.src_offset   = (p.scratch + 255) / 256 * 256;
@@ -145,7 +151,7 @@ void launch_prefill(const AttendParams & p, const Plan & plan, cudaStream_t stre
     (void) cudaFuncSetAttribute(device::attend_prefill<S>, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                 S::shared_bytes);
     launch_flags<S::BC, S::rows>(p, plan, stream);
-    device::attend_prefill<S><<<dim3(plan.z, p.n_head_kv, plan.n_split), S::threads, S::shared_bytes, stream>>>(p);
+    device::attend_prefill<S><<<dim3(plan.z, p.n_heads, plan.n_split), S::threads, S::shared_bytes, stream>>>(p);
 }
 
 template <int D, int NB, bool SMALL, bool SPARSE, bool WIDE>
@@ -199,7 +205,7 @@ void launch(const AttendParams & p, const Plan & plan, const CudaDevice & device
             }
         }
     }
-    if (plan.n_split > 1 && p.arrival_slot < 0) {
+    if (plan.n_split > 1 && p.arrival_slot < 0 && p.head0 + p.n_heads == p.n_head_kv) {
         device::attend_merge<D><<<p.n_q * p.n_head, 32 * device::kMergeWarps, 0, stream>>>(p);
     }
 }
@@ -300,26 +306,29 @@ void attend(const AttendArgs & a, const SparseAttendArgs * sparse, bool after_lo
         p.cell_src   = cell_src;
         p.tile_flags = static_cast<uint8_t *>(scratch) + plan.flags_offset;
     }
-    if (plan.halve_rows) {
-        auto *    rows = reinterpret_cast<half *>(static_cast<uint8_t *>(scratch) + plan.rows_offset);
-        const int row  = a.mem.n_head_kv * a.mem.head_dim;
-        halve_rows<<<dim3(a.cur.n_rows, 2), 256, 0, stream>>>(a.cur.k, a.cur.v, a.cur.k_stride, a.cur.v_stride, rows,
-                                                              row);
-        p.cur_half_k = rows;
-        p.cur_half_v = rows + int64_t(a.cur.n_rows) * row;
-    }
-    switch (a.mem.head_dim) {
-    case 64:
-        launch<64>(p, plan, device, stream);
-        break;
-    case 128:
-        launch<128>(p, plan, device, stream);
-        break;
-    case 256:
-        launch<256>(p, plan, device, stream);
-        break;
-    default:
-        break;  // kv_ops_cuda_refusal() names it
+    auto * rows = reinterpret_cast<half *>(static_cast<uint8_t *>(scratch) + plan.rows_offset);
+    for (p.head0 = 0; p.head0 < p.n_head_kv; p.head0 += plan.heads) {
+        p.n_heads = std::min(plan.heads, p.n_head_kv - p.head0);
+        if (plan.halve_rows) {
+            const int row = p.n_heads * a.mem.head_dim, first = p.head0 * a.mem.head_dim;
+            halve_rows<<<dim3(a.cur.n_rows, 2), 256, 0, stream>>>(a.cur.k + first, a.cur.v + first, a.cur.k_stride,
+                                                                  a.cur.v_stride, rows, row);
+            p.cur_half_k = rows;
+            p.cur_half_v = rows + int64_t(a.cur.n_rows) * row;
+        }
+        switch (a.mem.head_dim) {
+        case 64:
+            launch<64>(p, plan, device, stream);
+            break;
+        case 128:
+            launch<128>(p, plan, device, stream);
+            break;
+        case 256:
+            launch<256>(p, plan, device, stream);
+            break;
+        default:
+            break;  // kv_ops_cuda_refusal() names it
+        }
     }
 }
 

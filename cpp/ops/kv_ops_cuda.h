@@ -18,6 +18,9 @@ namespace kvfold {
 struct CudaDevice {
     int n_sm;  // multiprocessors
     int arch;  // compute capability, 10 * major + minor; at least 75
+
+    // Bytes of scratch for current rows as halves: where all heads' take more, KV heads are attended in turns.
+    size_t half_rows = size_t(32) << 20;
 };
 
 // Can these shapes be run? Null when yes, else what is not possible.

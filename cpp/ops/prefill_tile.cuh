@@ -33,10 +33,11 @@ struct ExactWord {
     uint2 x, y;  // channels base .. base + 3, base + 8 .. base + 11
 
     // Zeros for a hidden row. Current rows have been made halves (AttendParams::cur_half_k).
-    __device__ __forceinline__ void load(const half * pool, const half * current, int src, int n_head_kv, int head,
-                                         int dim, int word) {
+    __device__ __forceinline__ void load(const AttendParams & p, const half * pool, const half * current, int src,
+                                         int head, int dim, int word) {
         const bool   near = src >= 0;
-        const size_t row  = size_t(near ? src : kSrcCurrentBase - src) * n_head_kv + head;
+        const size_t row =
+            near ? size_t(src) * p.n_head_kv + head : size_t(kSrcCurrentBase - src) * p.n_heads + (head - p.head0);
         const half * from = (near ? pool : current) + row * dim + word_channel(word);
         const bool   seen = near || src <= kSrcCurrentBase;
         x                 = seen ? *reinterpret_cast<const uint2 *>(from) : make_uint2(0, 0);
