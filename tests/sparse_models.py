@@ -7,95 +7,33 @@ They take no room on the disk, load like the real thing, and have its sizes.
 
 from __future__ import annotations
 
+import math
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import gguf
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 
-@dataclass(frozen=True)
-class Shape:
-    """Dimensions of a model as its publisher gives them."""
+import synth_gguf
 
-    arch: str
-    n_layer: int
-    n_embd: int
-    n_head: int
-    n_head_kv: int
-    head_dim: int
-    n_ff: int
-    n_vocab: int
-    n_ctx: int = 131072
-    window: int = 0
-    tied: bool = False
-
-
-SHAPES = {
-    "llama-8b": Shape("llama", 32, 4096, 32, 8, 128, 14336, 128256),
-    "qwen3-4b": Shape("qwen3", 36, 2560, 32, 8, 128, 9728, 151936, 40960, tied=True),
-    "gemma3-4b": Shape("gemma3", 34, 2560, 8, 4, 256, 10240, 262208, window=1024, tied=True),
-}
-
-_Q4_0 = gguf.GGMLQuantizationType.Q4_0
+SHAPES = {name: synth_gguf.SHAPES[name] for name in ("llama-8b", "qwen3-4b", "gemma3-4b")}
 
 
 def write(path: Path, name: str, layers: int | None = None) -> Path:
     """Write the header of a model (all layers, or the first few) with matrices in Q4_0, and a hole behind it."""
-    s = SHAPES[name]
-    n_layer = layers or s.n_layer
-    writer = gguf.GGUFWriter(path, s.arch)
-    writer.add_context_length(s.n_ctx)
-    writer.add_embedding_length(s.n_embd)
-    writer.add_block_count(n_layer)
-    writer.add_feed_forward_length(s.n_ff)
-    writer.add_head_count(s.n_head)
-    writer.add_head_count_kv(s.n_head_kv)
-    writer.add_key_length(s.head_dim)
-    writer.add_value_length(s.head_dim)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_freq_base(5e5)
-    writer.add_rope_dimension_count(s.head_dim)
-    if s.window:
-        writer.add_sliding_window(s.window)
-    writer.add_tokenizer_model("none")
-    writer.add_vocab_size(s.n_vocab)
-
+    shape = SHAPES[name]
+    shape = shape._replace(layers=layers or shape.layers)
+    writer = gguf.GGUFWriter(path, shape.arch)
+    synth_gguf.describe(writer, shape)
     size = 0
-
-    def tensor(tensor_name: str, *shape: int) -> None:
-        nonlocal size
-        values = 1
-        for n in shape:
-            values *= n
-        vector = len(shape) == 1
+    for tensor, axes in synth_gguf.tensors(shape):
+        values = math.prod(axes)
+        vector = len(axes) == 1
         bytes_ = values * 4 if vector else values // 32 * 18
-        kind = gguf.GGMLQuantizationType.F32 if vector else _Q4_0
-        writer.add_tensor_info(tensor_name, shape, "float32", bytes_, raw_dtype=kind)
+        kind = gguf.GGMLQuantizationType.F32 if vector else gguf.GGMLQuantizationType.Q4_0
+        writer.add_tensor_info(tensor, axes, "float32", bytes_, raw_dtype=kind)
         size += -(-bytes_ // 32) * 32
-
-    tensor("token_embd.weight", s.n_vocab, s.n_embd)
-    tensor("output_norm.weight", s.n_embd)
-    if not s.tied:
-        tensor("output.weight", s.n_vocab, s.n_embd)
-    for i in range(n_layer):
-        p = f"blk.{i}."
-        for norm in (
-            "attn_norm",
-            "ffn_norm",
-            *(("post_attention_norm", "post_ffw_norm") if s.arch == "gemma3" else ()),
-        ):
-            tensor(f"{p}{norm}.weight", s.n_embd)
-        if s.arch in ("qwen3", "gemma3"):
-            tensor(p + "attn_q_norm.weight", s.head_dim)
-            tensor(p + "attn_k_norm.weight", s.head_dim)
-        tensor(p + "attn_q.weight", s.n_head * s.head_dim, s.n_embd)
-        tensor(p + "attn_k.weight", s.n_head_kv * s.head_dim, s.n_embd)
-        tensor(p + "attn_v.weight", s.n_head_kv * s.head_dim, s.n_embd)
-        tensor(p + "attn_output.weight", s.n_embd, s.n_head * s.head_dim)
-        tensor(p + "ffn_gate.weight", s.n_ff, s.n_embd)
-        tensor(p + "ffn_up.weight", s.n_ff, s.n_embd)
-        tensor(p + "ffn_down.weight", s.n_embd, s.n_ff)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()

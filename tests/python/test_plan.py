@@ -110,7 +110,7 @@ def test_shapes_of_real_models(name: str, tmp_path: Path, core: object, make_llm
     plan = make_plan(whole, vram=8 * 2**30, ram=LARGE, compare=False).to_dict()
     shape = sparse_models.SHAPES[name]
     assert plan["fits"] and plan["headroom"] >= 0.05
-    assert plan["settings"]["n_gpu_layers"] == shape.n_layer + 1
+    assert plan["settings"]["n_gpu_layers"] == shape.layers + 1
     assert plan["kv"]["kv_type"] == "fp4_csa2"
     assert plan["settings"]["n_ctx"] >= 32768
 
