@@ -193,12 +193,19 @@ class Rule:
     stand_in: float = 0.25  # share of the estimated unread mass that gets the mean value; 0: none
     mean: str = "read"  # of the values that are read (sinks too), of "all" far ones, or of "exact" ones
     shared_by: int = 1  # layers that use one selection
+    pool: float = 1.0  # share of the spans of 128 tokens that are looked into at all
+    span_score: str = "variance"  # what says which spans; see SparseAttention.spans
     sinks: int = 4
     tail: int = 128
 
 
-def take(p: np.ndarray, seen: np.ndarray, rule: Rule, look: tuple[float, float]) -> np.ndarray:
-    """Selected groups, bool ``[n_q, n_groups]``, from the logs of their estimated masses."""
+def take(
+    p: np.ndarray, seen: np.ndarray, rule: Rule, look: tuple[float, float], visible: np.ndarray | None = None
+) -> np.ndarray:
+    """Selected groups, bool ``[n_q, n_groups]``, from the logs of their estimated masses.
+
+    Shares are of the groups ``seen`` per query, or of ``visible [n_q]`` where those are only a part.
+    """
     n_q, n_groups = p.shape
     p = np.where(seen, p, -np.inf)
     with np.errstate(invalid="ignore"):
@@ -206,9 +213,10 @@ def take(p: np.ndarray, seen: np.ndarray, rule: Rule, look: tuple[float, float])
     bins = np.where(seen, bins, 4096).astype(np.int64)
     order = np.argsort(bins * n_groups + (n_groups - 1 - np.arange(n_groups)), axis=1)
     candidates = seen.sum(axis=1)
+    visible = candidates if visible is None else visible
     floor = -(-rule.min_tokens // rule.m)
     most, least = (
-        np.minimum(candidates, np.maximum(np.ceil(np.float32(s) * candidates.astype(np.float32)), floor)).astype(int)
+        np.minimum(candidates, np.maximum(np.ceil(np.float32(s) * visible.astype(np.float32)), floor)).astype(int)
         for s in (look[1], look[0])
     )
     mass = np.where(bins < 4096, np.exp(-bins / 64), 0)
@@ -234,6 +242,39 @@ def combined(e: np.ndarray, seen: np.ndarray, how: str) -> np.ndarray:
     top = np.where(seen, e.max(axis=0), 0)
     with np.errstate(divide="ignore"):
         return top + np.log(np.exp(e - top).sum(axis=0))
+
+    def spans(self, layer: int, kv: int, q: np.ndarray, seen: np.ndarray, e: np.ndarray, cells: np.ndarray):
+        """The groups of ``seen`` that are in the best spans of 128 tokens, or in spans that are not seen as a whole.
+
+        A span is worth what its tokens really get ("exact"), what a "sample" of every eighth group gets, or what the
+        mean of its summaries says with half the "variance" of each channel, both in FP4 (two rows a span to be kept).
+        """
+        m = self.coded.m
+        size, n = 128 // m, seen.shape[1] * m // 128
+        whole = seen[:, : n * size].reshape(len(seen), n, size).all(axis=2)
+        if self.rule.span_score == "variance":
+            from kvfold import _runtime
+
+            core = _runtime.load()
+            keys = self.coded.summary[layer, kv][: n * size].reshape(n, size, -1)
+            inner = self.coded.spread[layer, kv][: n * size].reshape(n, size).mean(axis=1)
+            rows = keys.mean(axis=1), np.sqrt(keys.var(axis=1) + inner[:, None])
+            mean, deviation = (core.fp4_decode(core.fp4_encode(np.ascontiguousarray(r))) for r in rows)
+            score = q @ mean.T + 0.5 * (q**2 @ (deviation**2).T)
+        else:
+            exact = self.rule.span_score == "exact"
+            members, size_of = (cells, 128) if exact else (e[:, :, 4::8], size // 8)
+            per_span = members[:, :, : n * size_of].reshape(*e.shape[:2], n, size_of)
+            top = per_span.max(axis=3)
+            score = top + np.log(np.exp(per_span - top[..., None]).sum(axis=3))
+        p = np.where(whole, combined(score, whole, self.rule.combine), -np.inf)
+        order = np.argsort(-p, axis=1)
+        chosen = np.zeros_like(whole)
+        wanted = np.ceil(self.rule.pool * whole.sum(axis=1))
+        np.put_along_axis(chosen, order, np.arange(n)[None, :] < wanted[:, None], axis=1)
+        within = seen.copy()
+        within[:, : n * size] &= np.repeat(chosen | ~whole, size, axis=1)
+        return within
 
 
 def mean_value(of: str, far: np.ndarray, read: np.ndarray, causal: np.ndarray, values: tuple) -> np.ndarray:
@@ -333,7 +374,8 @@ class SparseAttention:
             first = take(combined(e, seen, rule.combine), seen, wide, (rule.first_stage, rule.first_stage))
             # The exact scores of the first stage's groups, in competition among themselves.
             e = np.where(first, true, -1e4)
-        taken = take(combined(e, seen, rule.combine), seen, rule, rule.look)
+        within = seen if rule.pool == 1 else self.spans(layer, kv, qs * scale, seen, e, cells)
+        taken = take(combined(e, within, rule.combine), within, rule, rule.look, seen.sum(axis=1))
         self.taken[kv] = taken
         return taken, e
 
@@ -379,18 +421,22 @@ def rule_sets() -> dict[str, list[Rule]]:
         for m in (4, 2)
         for w, b in ((0.2, 0.1), (0.3, 0.1), (0.2, 0.05), (0.25, 0.15), (0.3, 0.2), (0.4, 0.1))
     ]
+    shares = (0.25, 0.375, 0.5)
     sets["stand-in"] = [
         Rule(f"m={m} {int(100 * b)} % {name}", m=m, look=(b, b), dense_layers=2, stand_in=share, mean=of)
         for m in (2, 4)
         for b in (0.1, 0.2)
         for name, share, of in (
             ("nothing", 0.0, "read"),
-            ("mean of what is read, 0.25", 0.25, "read"),
-            ("mean of what is read, 0.5", 0.5, "read"),
-            ("mean of all, 0.25", 0.25, "all"),
-            ("mean of all, 0.5", 0.5, "all"),
+            *((f"mean of what is read, {share}", share, "read") for share in shares),
+            *((f"mean of all, {share}", share, "all") for share in shares),
             ("mean of exact rows, 0.5", 0.5, "exact"),
         )
+    ]
+    sets["spans"] = [Rule("m=4 10 %", look=(0.1, 0.1), dense_layers=2)] + [
+        Rule(f"m=4 10 % within {int(100 * p)} % of spans, {s}", look=(0.1, 0.1), dense_layers=2, pool=p, span_score=s)
+        for p in (0.25, 0.5)
+        for s in ("exact", "sample", "variance")
     ]
     sets["reuse"] = [Rule(f"m=4 20 % one selection for {n} layers", shared_by=n, dense_layers=2) for n in (1, 2, 4, 7)]
     return sets
@@ -406,6 +452,8 @@ def study(options: argparse.Namespace) -> None:
     ids = tokens_of(options, (options.prefix + options.tokens + 1) * n_windows)
     windows = ids.reshape(n_windows, -1)[options.skip :]
     rules = [rule for name in options.rules for rule in rule_sets()[name]]
+    if options.stand_in is not None:
+        rules = [replace(rule, stand_in=options.stand_in) for rule in rules]
     results: dict[str, list] = {rule.name: [] for rule in rules}
     for number, window in enumerate(windows):
         prefix, tokens = window[: options.prefix], window[options.prefix : -1]
@@ -473,7 +521,7 @@ RUNTIME_SETS: dict[str, list[dict[str, str]]] = {
     "dense": [{}, {"type": "q4_0"}],
     "budget": [{"lookup": share} for share in ("0.2", "0.15", "0.1")],
     "threshold": [{"lookup": "0.1,0.2", "threshold": t} for t in ("0.05", "0.1", "0.2", "0.3")],
-    "group": [{"lookup": share, "group": m} for m in ("2", "8") for share in ("0.2", "0.1")],
+    "group": [{"lookup": share, "group": m} for m in ("2", "8") for share in ("0.2", "0.1,0.2", "0.1")],
     "layers": [
         {"lookup": "0.2", "layers": layers}
         for layers in ("full", "dense*2,(full,reuse)*14", "dense*2,full,reindex", "dense*2,full,reuse")
@@ -527,7 +575,7 @@ def needle(options: argparse.Namespace) -> None:
 
     least = min(4096, min(options.lengths) // 2)
     # What is read before the questions is read densely: the second cache of a group size takes it from the first.
-    caches = [("f16", REFERENCE, False)]
+    caches = [] if options.without_f16 else [("f16", REFERENCE, False)]
     for m in options.groups:
         caches.append((f"m = {m}, dense", KvConfig("fp4_csa2", group=m, lookup=1), False))
         caches.append((f"m = {m}, look-up", KvConfig("fp4_csa2", group=m, min_context=least), True))
@@ -588,6 +636,7 @@ def main() -> None:
     one.add_argument("--windows", type=int, default=2)
     one.add_argument("--skip", type=int, default=0, help="windows at the beginning of the text that are left out")
     one.add_argument("--rules", nargs="+", default=["budget"], choices=list(rule_sets()))
+    one.add_argument("--stand-in", type=float, help="Rule.stand_in of all rules")
     one.add_argument("--cache", type=Path, default=Path("sparse_quality_cache"))
     one.set_defaults(run=study)
     other = commands.add_parser("runtime")
@@ -599,6 +648,7 @@ def main() -> None:
     facts = commands.add_parser("needle")
     facts.add_argument("--lengths", type=int, nargs="+", default=[2048, 4096], help="contexts")
     facts.add_argument("--groups", type=int, nargs="+", default=[4, 2])
+    facts.add_argument("--without-f16", action="store_true", help="dense and look-up only")
     facts.add_argument("--threads", type=int, default=2)
     facts.add_argument("--json", type=Path, help="keep the numbers here")
     facts.set_defaults(run=needle)

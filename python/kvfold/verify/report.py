@@ -98,7 +98,9 @@ class Result:
             for c in self.checks
         ]
         settings = ", ".join(f"{k}={v}" for k, v in self.setup.config.to_dict().items())
-        lines = [f"{self.setup.path.name}, {settings}, against f16", "", table(["", "is", "at most", ""], rows)]
+        lines = [f"{self.setup.path.name}, {settings}, against f16"]
+        if rows:
+            lines += ["", table(["", "is", "at most", ""], rows)]
         if needles := self.numbers.get("needles"):
             lines += ["", _needle_table(needles)]
         if alignment := self.numbers.get(ALIGNMENT):
