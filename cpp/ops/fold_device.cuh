@@ -199,8 +199,8 @@ __device__ __forceinline__ void fold_group(const FoldParams & p, const HeadRows 
         }
         // the summary replaces the mean by what it decodes to
         for (int sub = team; sub < (dim / kFp4ScaleGroup + teams - 1) / teams * teams; sub += teams) {
-            const bool     real = sub < dim / kFp4ScaleGroup;  // shuffles want whole warps, of anything that nobody writes now
-            uint32_t       byte;
+            const bool real = sub < dim / kFp4ScaleGroup;  // shuffles want whole warps: others read what nobody writes
+            uint32_t   byte;
             const uint32_t scale = encode_16(real ? mean + sub * kFp4ScaleGroup : rows, lane, byte);
             __syncwarp();
             if (real) {
