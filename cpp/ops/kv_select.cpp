@@ -51,7 +51,7 @@ struct Shape {
 
         const size_t q_rows = size_t(a.n_q) * size_t(a.n_head);
         thread_bytes =
-            ScratchPlan::align(size_t(4 * dim) * sizeof(float) + size_t(kSelectBins + n_slots) * sizeof(int32_t));
+            ScratchPlan::align(size_t(4 * dim + gqa) * sizeof(float) + size_t(kSelectBins + n_slots) * sizeof(int32_t));
 
         ScratchPlan plan;
         q_offset      = plan.reserve(q_rows * size_t(dim) * sizeof(float));
@@ -75,6 +75,7 @@ struct Work {
     float *            decoded;  // [4][head_dim], this thread's
     int32_t *          count;    // [kSelectBins], this thread's
     int32_t *          bins;     // [n_slots], this thread's
+    float *            read;     // [gqa], this thread's: probability of what is taken
 
     Work(const SelectArgs & args, const Shape & s, const Threads & t) : a(args), shape(s), threads(t) {
         q       = scratch_at<float>(t, s.q_offset);
@@ -84,6 +85,7 @@ struct Work {
         decoded = scratch_at<float>(t, s.thread_offset + size_t(t.ith) * s.thread_bytes);
         count   = reinterpret_cast<int32_t *>(decoded + 4 * args.mem.head_dim);
         bins    = count + kSelectBins;
+        read    = reinterpret_cast<float *>(bins + s.n_slots);
     }
 
     float * row(int32_t query_of_round, int32_t head) const {
@@ -452,20 +454,23 @@ void list_groups(const Work & w, int32_t first, int32_t query, int32_t kv_head) 
             }
         }
     };
-    for_taken(bins, pool, slots, w.count, k, [&](int32_t group, int32_t) {
+    std::fill_n(w.read, w.shape.gqa, 0.0f);
+    const float * probability = w.row(query - first, kv_head * w.shape.gqa);
+    for_taken(bins, pool, slots, w.count, k, [&](int32_t group, int32_t slot) {
         add_partial(group);
         next          = std::max(next, group);
         list[1 + n++] = group;
+        for (int32_t j = 0; j < w.shape.gqa; ++j) {
+            w.read[j] += probability[int64_t(j) * w.shape.n_slots + slot];
+        }
     });
     add_partial(w.shape.n_groups);
     list[0] = n;
 
     for (int32_t j = 0; unread != nullptr && j < w.shape.gqa; ++j) {
-        const float * probability = w.row(query - first, kv_head * w.shape.gqa + j);
-        float         read        = 0.0f;
-        for_taken(bins, pool, slots, w.count, k, [&](int32_t, int32_t slot) { read += probability[slot]; });
         // What rounding leaves of 1 when everything has been read is nothing.
-        unread[j] = k == candidates ? -kInfinity : unread[j] + logf(std::max(0.0f, 1.0f - read) * float(a.mem.group));
+        unread[j] =
+            k == candidates ? -kInfinity : unread[j] + logf(std::max(0.0f, 1.0f - w.read[j]) * float(a.mem.group));
     }
 
     if (a.counters != nullptr) {
