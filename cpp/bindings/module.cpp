@@ -11,6 +11,7 @@ void register_config(py::module_ & m);
 void register_format(py::module_ & m);
 void register_memory(py::module_ & m);
 void register_ops(py::module_ & m);
+void register_score(py::module_ & m);
 void register_select(py::module_ & m);
 void register_stats(py::module_ & m);
 
@@ -29,6 +30,9 @@ PYBIND11_MODULE(_core, m, py::mod_gil_not_used()) {
 #endif
 #ifdef KVFOLD_HAVE_REGISTER_SELECT
     kvfold::register_select(m);
+#endif
+#ifdef KVFOLD_HAVE_REGISTER_SCORE
+    kvfold::register_score(m);
 #endif
 #ifdef KVFOLD_HAVE_REGISTER_CONFIG
     kvfold::register_config(m);

@@ -10,12 +10,16 @@ namespace py = pybind11;
 
 namespace {
 
+llama_context * to_context(uintptr_t ctx) {
+    if (ctx == 0) {
+        throw py::value_error("the context is null");
+    }
+    return reinterpret_cast<llama_context *>(ctx);
+}
+
 py::object context_stats(uintptr_t ctx) {
     kvfold_stats s;
-    if (ctx == 0) {
-        throw py::value_error("context_stats: the context is null");
-    }
-    if (!kvfold_get_stats(reinterpret_cast<const llama_context *>(ctx), &s)) {
+    if (!kvfold_get_stats(to_context(ctx), &s)) {
         return py::none();
     }
     py::dict d;
@@ -36,12 +40,18 @@ py::object context_stats(uintptr_t ctx) {
     d["folded_tokens"] = s.folded_tokens;
     d["folds"]         = s.folds;
     d["backend"]       = s.backend;
-    if (s.config.type == KVFOLD_TYPE_FP4_CSA2) {
+    if (s.config.type != KVFOLD_TYPE_FP4) {
         d["lookup"]      = py::make_tuple(s.config.lookup_min, s.config.lookup_max);
         d["threshold"]   = s.config.threshold;
         d["min_tokens"]  = s.config.min_tokens;
         d["min_context"] = s.config.min_context;
         d["layers"]      = s.config.layers[0] != '\0' ? s.config.layers : "auto";
+    }
+    d["evicted_tokens"] = s.evicted_tokens;
+    d["evictions"]      = s.evictions;
+    if (s.config.type == KVFOLD_TYPE_FP4_CSA2_CED) {
+        d["keep"]  = s.config.keep;
+        d["score"] = kvfold_score_name(s.config.score);
     }
     d["lookup_visible"]  = s.lookup_visible;
     d["lookup_read"]     = s.lookup_read;
@@ -81,6 +91,25 @@ void register_stats(py::module_ & m) {
           "Statistics of the kvfold cache of a llama_context given by address, as a dict (sizes in bytes, all "
           "allocated memory\n"
           "counted; tokens are cells in use); None when the context has no kvfold cache.");
+    m.def(
+        "evicted",
+        [](uintptr_t ctx, int32_t seq, int32_t n_pos) { return kvfold_evicted(to_context(ctx), seq, n_pos); },
+        py::arg("ctx"), py::arg("seq"), py::arg("n_pos"),
+        "Positions below n_pos that eviction has taken from a sequence.");
+    m.def(
+        "prefix_usable",
+        [](uintptr_t ctx, int32_t seq, int32_t n_pos) { return kvfold_prefix_usable(to_context(ctx), seq, n_pos); },
+        py::arg("ctx"), py::arg("seq"), py::arg("n_pos"),
+        "Whether the first n_pos positions of a sequence can stand for a text of that length.");
+    m.def(
+        "pin",
+        [](uintptr_t ctx, int32_t seq, int32_t start, int32_t stop) {
+            if (!kvfold_pin(to_context(ctx), seq, start, stop)) {
+                throw py::value_error(kvfold_last_error());
+            }
+        },
+        py::arg("ctx"), py::arg("seq"), py::arg("start"), py::arg("stop"),
+        "Never evicts positions start to stop - 1 of a sequence; an empty range forgets its pins. Raises ValueError.");
 }
 
 }  // namespace kvfold

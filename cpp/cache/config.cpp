@@ -15,10 +15,13 @@ namespace kvfold {
 namespace {
 
 // Look-up defaults (bench/sparse_quality.py).
-constexpr float   kLookupMin   = 0.1f;
-constexpr float   kLookupMax   = 0.2f;
-constexpr float   kThreshold   = 0.1f;
-constexpr int32_t kMinTokens   = 256;
+constexpr float    kLookupMin = 0.1f;
+constexpr float    kLookupMax = 0.2f;
+constexpr float    kThreshold = 0.1f;
+constexpr int32_t  kMinTokens = 256;
+constexpr float    kKeep      = 0.78f;
+constexpr uint32_t kScore     = KVFOLD_SCORE_KEYDIFF | KVFOLD_SCORE_ATTN;  // bench/prune_quality.py
+
 constexpr int32_t kDenseLayers = 2;  // first layers of a model: little to read, much to lose
 
 thread_local std::string                t_last_error;
@@ -160,6 +163,42 @@ const char * lookup_setting(const kvfold_config & c) {
                                  : nullptr;
 }
 
+// A setting of evictions that was given.
+const char * eviction_setting(const kvfold_config & c) {
+    return c.keep != 0.0f ? "kv_keep" : c.score != 0 ? "kv_score" : nullptr;
+}
+
+const struct {
+    const char * name;
+    uint32_t     flag;
+} k_scores[] = {{"keydiff", KVFOLD_SCORE_KEYDIFF},
+                {"vnorm", KVFOLD_SCORE_VNORM},
+                {"attn", KVFOLD_SCORE_ATTN},
+                {"recent", KVFOLD_SCORE_RECENT}};
+
+// "keydiff" or "keydiff+attn"
+bool parse_score(const char * value, uint32_t & score) {
+    score = 0;
+    for (const char * at = value;;) {
+        const size_t length = std::strcspn(at, "+");
+        uint32_t     flag   = 0;
+        for (const auto & known : k_scores) {
+            flag = std::string(at, length) == known.name ? known.flag : flag;
+        }
+        if (flag == 0 || (score & flag) != 0) {
+            return fail(
+                message("kv_score '%s' is unknown; possible: keydiff, vnorm, attn, recent, or several of them as "
+                        "in keydiff+attn",
+                        value));
+        }
+        score |= flag;
+        if (at[length] == '\0') {
+            return true;
+        }
+        at += length + 1;
+    }
+}
+
 bool is_any(const char * key, const char * a, const char * b) {
     return std::strcmp(key, a) == 0 || std::strcmp(key, b) == 0;
 }
@@ -186,7 +225,11 @@ kvfold_config resolve(kvfold_config config) {
         // differences, where 32 tokens are nearly as good as 4; fp4_csa2 also needs them as an index, where they are not.
         config.group = config.type == KVFOLD_TYPE_FP4 ? 32 : 4;
     }
-    if (config.type == KVFOLD_TYPE_FP4_CSA2) {
+    if (config.type == KVFOLD_TYPE_FP4_CSA2_CED) {
+        config.keep  = config.keep == 0.0f ? kKeep : config.keep;
+        config.score = config.score == 0 ? kScore : config.score;
+    }
+    if (has_lookup(config.type)) {
         if (config.lookup_max == 0.0f) {
             config.lookup_min = kLookupMin;
             config.lookup_max = kLookupMax;
@@ -195,6 +238,18 @@ kvfold_config resolve(kvfold_config config) {
         config.min_tokens = config.min_tokens < 0 ? kMinTokens : config.min_tokens;
     }
     return config;
+}
+
+bool has_lookup(kvfold_type type) { return type == KVFOLD_TYPE_FP4_CSA2 || type == KVFOLD_TYPE_FP4_CSA2_CED; }
+
+std::string score_name(uint32_t score) {
+    std::string text;
+    for (const auto & known : k_scores) {
+        if ((score & known.flag) != 0) {
+            text += (text.empty() ? "" : "+") + std::string(known.name);
+        }
+    }
+    return text;
 }
 
 kvfold_config unset_config(kvfold_type type) {
@@ -253,10 +308,18 @@ const char * kvfold_type_name(kvfold_type type) {
         return "fp4";
     case KVFOLD_TYPE_FP4_CSA2:
         return "fp4_csa2";
+    case KVFOLD_TYPE_FP4_CSA2_CED:
+        return "fp4_csa2_ced";
     case KVFOLD_TYPE_NONE:
         break;
     }
     return "none";
+}
+
+const char * kvfold_score_name(uint32_t score) {
+    thread_local std::string name;
+    name = score_name(score);
+    return name.c_str();
 }
 
 const char * kvfold_last_error(void) { return t_last_error.c_str(); }
@@ -275,14 +338,16 @@ bool kvfold_config_set(kvfold_config * config, const char * key, const char * va
             config->type = KVFOLD_TYPE_FP4;
         } else if (std::strcmp(value, "fp4_csa2") == 0) {
             config->type = KVFOLD_TYPE_FP4_CSA2;
+        } else if (std::strcmp(value, "fp4_csa2_ced") == 0) {
+            config->type = KVFOLD_TYPE_FP4_CSA2_CED;
         } else {
-            return fail(message("kv_type '%s' is unknown; possible: fp4, fp4_csa2", value));
+            return fail(message("kv_type '%s' is unknown; possible: fp4, fp4_csa2, fp4_csa2_ced", value));
         }
         if (before.type != config->type) {
             config->group = 0;
         }
-        if (before.type == KVFOLD_TYPE_FP4_CSA2 && before.type != config->type) {
-            // What a type without look-up would refuse may only be its former type's default.
+        if (has_lookup(before.type) && before.type != config->type) {
+            // What the type would refuse may only be its former type's default.
             kvfold_config fresh = unset_config(config->type);
             fresh.tail          = config->tail;
             fresh.sinks         = config->sinks;
@@ -346,15 +411,24 @@ bool kvfold_config_set(kvfold_config * config, const char * key, const char * va
         std::strcpy(config->layers, value);
         return true;
     }
+    if (is_any(key, "keep", "kv_keep")) {
+        return parse_number("keep", value, std::strlen(value), config->keep) &&
+               ((config->keep > 0.0f && config->keep <= 1.0f) ||
+                fail(message("kv_keep must be a share above 0 and up to 1, got %s", value)));
+    }
+    if (is_any(key, "score", "kv_score")) {
+        return parse_score(value, config->score);
+    }
     return fail(message("unknown cache setting '%s'; possible: kv_type, kv_group, kv_tail, kv_sinks, kv_swa_type, "
-                        "kv_lookup, kv_threshold, kv_min_tokens, kv_min_context, kv_layers, kv_alignment",
+                        "kv_lookup, kv_threshold, kv_min_tokens, kv_min_context, kv_layers, kv_alignment, "
+                        "kv_keep, kv_score",
                         key));
 }
 
 bool kvfold_config_check(const kvfold_config * config) {
     const kvfold_config c = resolve(*config);
-    if (c.type != KVFOLD_TYPE_FP4 && c.type != KVFOLD_TYPE_FP4_CSA2) {
-        return fail(message("kv_type %d is unknown; possible: fp4, fp4_csa2", int(c.type)));
+    if (c.type != KVFOLD_TYPE_FP4 && !has_lookup(c.type)) {
+        return fail(message("kv_type %d is unknown; possible: fp4, fp4_csa2, fp4_csa2_ced", int(c.type)));
     }
     bool known = false;
     for (int g : k_groups) {
@@ -373,10 +447,17 @@ bool kvfold_config_check(const kvfold_config * config) {
     if (c.swa_type != KVFOLD_SWA_F16 && c.swa_type != KVFOLD_SWA_Q8_0) {
         return fail(message("kv_swa_type %d is unknown; possible: f16, q8_0", int(c.swa_type)));
     }
-    if (c.type != KVFOLD_TYPE_FP4_CSA2) {
+    if (c.type != KVFOLD_TYPE_FP4_CSA2_CED && eviction_setting(c) != nullptr) {
+        return fail(message("%s has no effect with kv_type %s; it needs fp4_csa2_ced", eviction_setting(c),
+                            kvfold_type_name(c.type)));
+    }
+    if (c.type == KVFOLD_TYPE_FP4_CSA2_CED && !(c.keep > 0.0f && c.keep <= 1.0f)) {
+        return fail(message("kv_keep must be a share above 0 and up to 1, got %g", double(c.keep)));
+    }
+    if (!has_lookup(c.type)) {
         const char * given = lookup_setting(c);
-        return given == nullptr ||
-               fail(message("%s has no effect with kv_type %s; it needs fp4_csa2", given, kvfold_type_name(c.type)));
+        return given == nullptr || fail(message("%s has no effect with kv_type %s; it needs fp4_csa2 or fp4_csa2_ced",
+                                                given, kvfold_type_name(c.type)));
     }
     if (!(0.0f <= c.lookup_min && c.lookup_min <= c.lookup_max && c.lookup_max <= 1.0f)) {
         return fail(message("kv_lookup must be a share above 0 and up to 1, or two of them, got %g,%g",

@@ -12,6 +12,12 @@ namespace kvfold {
 // Fills in defaults that depend on the type (group 0).
 kvfold_config resolve(kvfold_config config);
 
+// Types whose decoding may look up.
+bool has_lookup(kvfold_type type);
+
+// "keydiff+attn" for kvfold_config::score.
+std::string score_name(uint32_t score);
+
 // A configuration in which everything is still to be decided.
 kvfold_config unset_config(kvfold_type type);
 

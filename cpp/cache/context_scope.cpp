@@ -2,6 +2,7 @@
 #include "cache/context_scope.h"
 
 #include "cache/config.h"
+#include "cache/eviction.h"
 #include "cache/graph_nodes.h"
 #include "cache/hooks.h"
 #include "ggml-cpp.h"
@@ -135,6 +136,12 @@ kvfold_context_scope::kvfold_context_scope(const llama_model & model, llama_cont
     params.flash_attn_type = LLAMA_FLASH_ATTN_TYPE_ENABLED;
     // One stream: groups keep sequences apart, which a unified cache of single cells would not.
     params.kv_unified = true;
+    if (evicts(config)) {
+        // Room is made for one micro-batch at a time.
+        const uint32_t n_ctx   = params.n_ctx != 0 ? params.n_ctx : model.hparams.n_ctx_train;
+        const uint32_t largest = largest_ubatch(config, GGML_PAD(n_ctx, 256), std::max(1u, params.n_seq_max));
+        params.n_ubatch        = std::min(params.n_ubatch != 0 ? params.n_ubatch : params.n_batch, largest);
+    }
 
     t_building_config    = config;
     t_building_n_seq_max = std::max(1u, params.n_seq_max);

@@ -11,6 +11,7 @@
 #include "llama-graph.h"
 #include "llama-kv-cache.h"
 #include "ops/graph_node.h"
+#include "ops/kv_score.h"
 #include "ops/kv_select.h"
 
 namespace kvfold {
@@ -160,6 +161,20 @@ ggml_tensor * store_node(ggml_context * ctx, const NodeSpec & spec, bool batched
     return t;
 }
 
+ggml_tensor * score_node(ggml_context * ctx, const NodeSpec & spec, ggml_tensor * cells, ggml_tensor * before) {
+    const CacheLayer & layer = spec.layer;
+    ggml_tensor *      t = before != nullptr ? ggml_view_tensor(ctx, before)  // sums are made in place
+                                             : ggml_new_tensor_2d(ctx, GGML_TYPE_F32, layer.far_k->ne[1], kScoreKinds);
+    make_custom(t, NodeOp::score, spec, {layer.far_k, layer.far_v, layer.tier, cells, layer.queries, before});
+    return t;
+}
+
+ggml_tensor * observe_node(ggml_context * ctx, const NodeSpec & spec, ggml_tensor * q) {
+    ggml_tensor * t = ggml_view_tensor(ctx, spec.layer.queries);
+    make_custom(t, NodeOp::observe, spec, {q, spec.layer.queries});
+    return t;
+}
+
 PlanInput & plan_input(const llm_graph_context & g, kvfold_cache * cache, int64_t n_kv, int64_t n_tokens) {
     for (const auto & input : g.res->inputs) {
         auto * mine = dynamic_cast<PlanInput *>(input.get());
@@ -218,12 +233,49 @@ ggml_tensor * select_groups(const llm_graph_context & g, const kvfold_cache & ca
 
 }  // namespace
 
+namespace {
+
+// A backend of one's own for memory that is there already; null if there is none.
+ggml_backend_ptr backend_of(const CacheLayer & layer) {
+    ggml_backend_dev_t dev = ggml_backend_buft_get_device(ggml_backend_buffer_get_type(layer.far_k->buffer));
+    return ggml_backend_ptr(dev != nullptr ? ggml_backend_dev_init(dev, nullptr)
+                                           : ggml_backend_init_by_type(GGML_BACKEND_DEVICE_TYPE_CPU, nullptr));
+}
+
+}  // namespace
+
+std::vector<float> run_score(const std::vector<CacheLayer> & layers, int32_t group,
+                             const std::vector<uint32_t> & far_bits) {
+    const ggml_backend_ptr backend = backend_of(layers[0]);
+    if (!backend) {
+        return {};
+    }
+    const size_t     n_tensors = 8 * layers.size() + 8;  // sources of all nodes are counted too
+    ggml_context_ptr ctx(
+        ggml_init({ggml_tensor_overhead() * n_tensors + ggml_graph_overhead_custom(n_tensors, false), nullptr, true}));
+    ggml_tensor * cells = ggml_new_tensor_1d(ctx.get(), GGML_TYPE_I32, int64_t(far_bits.size()));
+    ggml_cgraph * gf    = ggml_new_graph_custom(ctx.get(), n_tensors, false);
+    ggml_tensor * sum   = nullptr;
+    for (const CacheLayer & layer : layers) {
+        sum = score_node(ctx.get(), {layer, group, {}, layer.scale, layer.softcap}, cells, sum);
+        ggml_build_forward_expand(gf, sum);
+    }
+    const ggml_backend_buffer_ptr buffer(ggml_backend_alloc_ctx_tensors(ctx.get(), backend.get()));
+    if (!buffer) {
+        return {};
+    }
+    ggml_backend_tensor_set(cells, far_bits.data(), 0, far_bits.size() * sizeof(uint32_t));
+    if (ggml_backend_graph_compute(backend.get(), gf) != GGML_STATUS_SUCCESS) {
+        return {};
+    }
+    std::vector<float> scores(size_t(ggml_nelements(sum)));
+    ggml_backend_tensor_get(sum, scores.data(), 0, scores.size() * sizeof(float));
+    return scores;
+}
+
 bool run_fold(const CacheLayer & layer, int32_t group, const std::vector<int32_t> & entries, int32_t n_groups,
               int32_t epoch) {
-    ggml_backend_buffer_type_t buft = ggml_backend_buffer_get_type(layer.far_k->buffer);
-    ggml_backend_dev_t         dev  = ggml_backend_buft_get_device(buft);
-    ggml_backend_ptr backend(dev != nullptr ? ggml_backend_dev_init(dev, nullptr)
-                                            : ggml_backend_init_by_type(GGML_BACKEND_DEVICE_TYPE_CPU, nullptr));
+    const ggml_backend_ptr backend = backend_of(layer);
     if (!backend) {
         return false;
     }
@@ -318,12 +370,21 @@ ggml_tensor * kvfold_build_attn(const llm_graph_context & g, ggml_tensor * q, gg
         throw std::runtime_error("kvfold: this model's attention cannot use an FP4 cache");
     }
 
-    const kvfold::CacheLayer & layer   = cache->layers[index];
-    const float                softcap = g.hparams.attn_soft_cap ? g.hparams.f_attn_logit_softcapping : 0.0f;
-    auto &                     input   = kvfold::plan_input(g, cache, kq_mask->ne[0], q->ne[1]);
+    kvfold::CacheLayer & layer   = cache->layers[index];
+    const float          softcap = g.hparams.attn_soft_cap ? g.hparams.f_attn_logit_softcapping : 0.0f;
+    auto &               input   = kvfold::plan_input(g, cache, kq_mask->ne[0], q->ne[1]);
 
     const kvfold::NodeSpec spec = {layer, cache->config.group,
                                    cache->fused_rotation ? cache->rotation : kvfold::Rotation{}, kq_scale, softcap};
+
+    if (layer.queries != nullptr && il == layer.il) {
+        layer.scale           = kq_scale;
+        layer.softcap         = softcap;
+        ggml_tensor * observe = kvfold::observe_node(g.ctx0, spec, q);
+        ggml_format_name(observe, "kvfold_observe-%d", il);
+        kvfold::keep_with_cache(g, layer, observe);
+        ggml_build_forward_expand(g.gf, observe);
+    }
 
     ggml_tensor * mask      = cache->plan.needs_mask ? kq_mask : nullptr;
     ggml_tensor * selection = nullptr;

@@ -13,6 +13,11 @@ namespace kvfold {
 bool run_fold(const CacheLayer & layer, int32_t group, const std::vector<int32_t> & entries, int32_t n_groups,
               int32_t epoch);
 
+// Scores the cells of `far_bits` (ScoreArgs), which all cells of the layers have a place in, and adds layers up:
+// [kScoreKinds][n_cells]; empty on failure. Waits for the layers' backend.
+std::vector<float> run_score(const std::vector<CacheLayer> & layers, int32_t group,
+                             const std::vector<uint32_t> & far_bits);
+
 // An attend node with placeholder sources of the right types and shapes, to ask a device whether it supports the operation.
 ggml_tensor * probe_attend(ggml_context * ctx, int32_t n_head, int32_t n_head_kv, int32_t head_dim, int32_t group);
 

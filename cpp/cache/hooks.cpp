@@ -3,12 +3,14 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <limits>
 #include <map>
 #include <stdexcept>
 
 #include "cache/cell_groups.h"
 #include "cache/config.h"
 #include "cache/context_scope.h"
+#include "cache/eviction.h"
 #include "cache/fingerprint.h"
 #include "cache/graph_nodes.h"
 #include "cache/kvfold_cache.h"
@@ -21,6 +23,7 @@
 #include "llama-model.h"
 #include "ops/graph_node.h"
 #include "ops/kv_align.h"
+#include "ops/kv_score.h"
 
 namespace {
 
@@ -48,7 +51,7 @@ bool device_selects(const kvfold_cache & cache, const kvfold::CacheLayer & layer
 // Decides what each layer does. Throws when the settings do not fit the model.
 void set_modes(kvfold_cache & cache, const llama_hparams & hparams) {
     using kvfold::LayerMode;
-    if (cache.config.type != KVFOLD_TYPE_FP4_CSA2 || cache.config.lookup_max >= 1.0f) {
+    if (!kvfold::has_lookup(cache.config.type) || cache.config.lookup_max >= 1.0f) {
         return;
     }
     std::vector<int32_t> numbers;
@@ -175,6 +178,13 @@ void kvfold_access::ctor_begin(llama_kv_cache & kv, ggml_type & type_k, ggml_typ
                 offload = false;
                 break;
             }
+            if (kv.kvfold->evicts() && config->score != KVFOLD_SCORE_RECENT) {
+                kvfold::fail(kvfold::message("kv_type fp4_csa2_ced: %s cannot score tokens by kv_score %s; possible "
+                                             "there: kv_score recent, or a "
+                                             "cache in host memory (offload_kqv off)",
+                                             ggml_backend_dev_name(dev), kvfold::score_name(config->score).c_str()));
+                throw std::runtime_error(kvfold_last_error());
+            }
         }
     }
 }
@@ -212,7 +222,7 @@ void kvfold_access::attach(llama_kv_cache & kv) {
         ggml_backend_buffer_type_t buft = ggml_backend_buffer_get_type(from.k->buffer);
         auto &                     ctx  = contexts[buft];
         if (!ctx) {
-            ctx.reset(ggml_init({ggml_tensor_overhead() * 4 * kv.layers.size(), nullptr, true}));
+            ctx.reset(ggml_init({ggml_tensor_overhead() * 5 * kv.layers.size(), nullptr, true}));
         }
         const int64_t gqa     = int64_t(layer.n_head_kv) * layer.head_dim;
         const int32_t columns = int32_t(kv.hparams.n_head(from.il)) / layer.n_head_kv;  // of one query
@@ -233,6 +243,11 @@ void kvfold_access::attach(llama_kv_cache & kv) {
             layer.align = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_F64, sizeof(kvfold::Alignment) / sizeof(double),
                                              int64_t(kv.hparams.n_head(from.il)));
             cache.side_bytes += ggml_nbytes(layer.align);
+        }
+        if (cache.evicts() && (cache.config.score & KVFOLD_SCORE_ATTN) != 0) {
+            layer.queries = ggml_new_tensor_1d(ctx.get(), GGML_TYPE_F32,
+                                               kvfold::query_stats_size(kv.hparams.n_head(from.il), layer.head_dim));
+            cache.side_bytes += ggml_nbytes(layer.queries);
         }
 
         cache.far_bytes += ggml_nbytes(layer.far_k) + ggml_nbytes(layer.far_v);
@@ -309,9 +324,9 @@ void kvfold_access::applied(llama_kv_cache & kv, const llama_kv_cache::slot_info
     }
 }
 
-llama_kv_cache::slot_info kvfold_access::find_slot(const llama_kv_cache & kv, const llama_ubatch & ubatch) {
-    const uint32_t group = kv.kvfold->group();
-    auto           cells = kvfold::place_tokens(kv.v_cells[0], group, kv.v_heads[0] / group, kvfold::tokens_of(ubatch));
+namespace {
+
+llama_kv_cache::slot_info slots_of(std::vector<uint32_t> cells) {
     if (cells.empty()) {
         return {};
     }
@@ -321,6 +336,80 @@ llama_kv_cache::slot_info kvfold_access::find_slot(const llama_kv_cache & kv, co
     slots.strm = {0};
     slots.idxs = {std::move(cells)};
     return slots;
+}
+
+// Stands for cells that are chosen when it is the micro-batch's turn.
+constexpr uint32_t kLater = UINT32_MAX;
+
+}  // namespace
+
+llama_kv_cache::slot_info kvfold_access::find_slot(const llama_kv_cache & kv, const llama_ubatch & ubatch) {
+    const uint32_t group = kv.kvfold->group();
+    return slots_of(kvfold::place_tokens(kv.v_cells[0], group, kv.v_heads[0] / group, kvfold::tokens_of(ubatch)));
+}
+
+// Goes through the micro-batches on a copy. Which groups are evicted depends on scores that are not known yet, but how many
+// does not.
+llama_kv_cache::slot_info_vec_t kvfold_access::prepare(llama_kv_cache &                  kv,
+                                                       const std::vector<llama_ubatch> & ubatches) {
+    if (!kv.kvfold || !kv.kvfold->evicts()) {
+        return {};
+    }
+    kvfold_cache &                  cache   = *kv.kvfold;
+    const llama_kv_cells            cells   = kv.v_cells[0];
+    const uint32_t                  head    = kv.v_heads[0];
+    uint64_t                        evicted = 0;
+    llama_kv_cache::slot_info_vec_t slots;
+    for (const llama_ubatch & ubatch : ubatches) {
+        llama_kv_cache::slot_info placed = find_slot(kv, ubatch);
+        slots.push_back(placed);
+        if (evicted > 0 || placed.empty()) {
+            slots.back() = slots_of(std::vector<uint32_t>(ubatch.n_tokens, kLater));
+        }
+        if (placed.empty()) {
+            const auto groups = kvfold::evictable_groups(kv.v_cells[0], nullptr, cache.eviction);
+            placed = slots_of(kvfold::make_room(kv.v_cells[0], cache.eviction, groups, kv.v_heads[0] / cache.group(),
+                                                kvfold::tokens_of(ubatch), evicted));
+        }
+        if (placed.empty()) {
+            slots.clear();
+            break;
+        }
+        kv.apply_ubatch(placed, ubatch);
+    }
+    kv.v_cells[0] = cells;
+    kv.v_heads[0] = head;
+    return slots;
+}
+
+bool kvfold_access::place(llama_kv_cache & kv, llama_kv_cache::slot_info & slots, const llama_ubatch & ubatch) {
+    if (!kv.kvfold || slots.idxs[0][0] != kLater) {
+        return true;
+    }
+    kvfold_cache & cache = *kv.kvfold;
+    auto &         cells = kv.v_cells[0];
+    cache.repair(cells, {});
+    cache.near.sweep(cells);
+    slots = find_slot(kv, ubatch);
+    if (slots.empty()) {
+        auto       groups = kvfold::evictable_groups(cells, &cache.near, cache.eviction);
+        const auto kinds  = cache.config.score;
+        if (kinds != KVFOLD_SCORE_RECENT) {
+            std::vector<uint32_t> far((cells.size() + 31) / 32, 0);
+            for (uint32_t c = 0; c < cells.size(); ++c) {
+                far[c / 32] |= uint32_t(!cells.is_empty(c) && cache.near.row_of(c) < 0) << (c % 32);
+            }
+            const auto scores = kvfold::run_score(cache.layers, cache.config.group, far);
+            if (scores.empty()) {
+                return kvfold::fail("the cache is full and its tokens could not be scored");
+            }
+            groups = kvfold::order_by_score(groups, cells, cache.group(), kinds, scores);
+        }
+        slots = slots_of(kvfold::make_room(cells, cache.eviction, groups, kv.v_heads[0] / cache.group(),
+                                           kvfold::tokens_of(ubatch), cache.evicted_tokens));
+        cache.evictions += 1;
+    }
+    return !slots.empty() || kvfold::fail("the cache is full and too little of it may be evicted");
 }
 
 ggml_tensor * kvfold_access::cpy_k(const llama_kv_cache & kv, ggml_context * ctx, ggml_tensor * k_cur, int32_t il) {
@@ -389,7 +478,7 @@ bool kvfold_access::stats(const llama_context & ctx, kvfold_stats & out) {
 
     out        = {};
     out.config = cache.config;
-    if (cache.config.type == KVFOLD_TYPE_FP4_CSA2) {
+    if (kvfold::has_lookup(cache.config.type)) {
         out.config.min_context = cache.min_context;
     }
     out.far_bytes  = cache.far_bytes;
@@ -416,6 +505,8 @@ bool kvfold_access::stats(const llama_context & ctx, kvfold_stats & out) {
     out.lookup_read     = lookups.read;
     out.lookup_steps    = cache.lookup_steps;
     out.dense_fallbacks = cache.dense_fallbacks;
+    out.evicted_tokens  = cache.evicted_tokens;
+    out.evictions       = cache.evictions;
 
     std::string backend;
     for (const auto & layer : cache.layers) {
@@ -479,4 +570,58 @@ size_t kvfold_get_alignment(const llama_context * ctx, kvfold_alignment * rows, 
 
 bool kvfold_get_stats(const llama_context * ctx, kvfold_stats * stats) {
     return kvfold_access::stats(*ctx, *stats) || kvfold::fail("this context has no kvfold cache");
+}
+
+int32_t kvfold_access::evicted(const llama_context & ctx, llama_seq_id seq, llama_pos end) {
+    const llama_kv_cache * kv = find_caches(ctx.get_memory()).base;
+    if (kv == nullptr || !kv->kvfold || !kv->kvfold->evicts() || seq < 0 ||
+        seq >= llama_seq_id(kv->kvfold->n_seq_max)) {
+        return 0;
+    }
+    return kvfold::count_evicted(kv->v_cells[0], seq, end);
+}
+
+bool kvfold_access::is_usable(const llama_context & ctx, llama_seq_id seq, llama_pos end) {
+    const int32_t gone = evicted(ctx, seq, end);
+    if (gone == 0) {
+        return true;
+    }
+    const llama_kv_cache & kv = *find_caches(ctx.get_memory()).base;
+    // A sequence that goes on as it was is what it is; and its last tokens may be taken back (a rejected draft, an answer that is
+    // rendered anew): older parts are always a little thinner than the whole.
+    constexpr double kTolerance = 0.05;
+    return end > kv.v_cells[0].seq_pos_max(seq) ||
+           double(gone) <= (1.0 - double(kv.kvfold->config.keep) + kTolerance) * double(end);
+}
+
+bool kvfold_access::pin(llama_context & ctx, llama_seq_id seq, llama_pos begin, llama_pos end) {
+    const llama_kv_cache * kv = find_caches(ctx.get_memory()).base;
+    if (kv == nullptr || !kv->kvfold || !kvfold::evicts(kv->kvfold->config)) {
+        return kvfold::fail("pins need a context with kv_type fp4_csa2_ced and a kv_keep below 1");
+    }
+    if (seq < 0 || seq >= llama_seq_id(kv->kvfold->n_seq_max)) {
+        return kvfold::fail(
+            kvfold::message("sequence %d does not exist; possible: 0 to %u", seq, kv->kvfold->n_seq_max - 1));
+    }
+    end         = end < 0 ? std::numeric_limits<llama_pos>::max() : end;
+    auto & pins = kv->kvfold->eviction.pins;
+    if (begin >= end) {
+        pins.erase(std::remove_if(pins.begin(), pins.end(), [&](const kvfold::Pin & p) { return p.seq == seq; }),
+                   pins.end());
+    } else {
+        pins.push_back({seq, begin, end});
+    }
+    return true;
+}
+
+int32_t kvfold_evicted(const llama_context * ctx, int32_t seq_id, int32_t n_pos) {
+    return kvfold_access::evicted(*ctx, seq_id, n_pos);
+}
+
+bool kvfold_prefix_usable(const llama_context * ctx, int32_t seq_id, int32_t n_pos) {
+    return kvfold_access::is_usable(*ctx, seq_id, n_pos);
+}
+
+bool kvfold_pin(llama_context * ctx, int32_t seq_id, int32_t p0, int32_t p1) {
+    return kvfold_access::pin(*ctx, seq_id, p0, p1);
 }

@@ -51,6 +51,12 @@ struct kvfold_access {
 
     static llama_kv_cache::slot_info find_slot(const llama_kv_cache & kv, const llama_ubatch & ubatch);
 
+    // Cells of micro-batches that find no place as the cache is, should evictions make room for them: they are chosen later, by
+    // `place`. Empty when they cannot.
+    static llama_kv_cache::slot_info_vec_t prepare(llama_kv_cache & kv, const std::vector<llama_ubatch> & ubatches);
+    // Chooses those of a micro-batch whose turn it is; evicts. False (see kvfold_last_error()) when there is no room after all.
+    static bool place(llama_kv_cache & kv, llama_kv_cache::slot_info & slots, const llama_ubatch & ubatch);
+
     // The cache write of a layer: remembers the rows for the attention node, returns them.
     static ggml_tensor * cpy_k(const llama_kv_cache & kv, ggml_context * ctx, ggml_tensor * k_cur, int32_t il);
     static ggml_tensor * cpy_v(const llama_kv_cache & kv, ggml_context * ctx, ggml_tensor * v_cur, int32_t il);
@@ -62,6 +68,11 @@ struct kvfold_access {
 
     static void state_write(const llama_kv_cache & kv, llama_io_write_i & io, llama_seq_id seq_id);
     static void state_read(llama_kv_cache & kv, llama_io_read_i & io, llama_seq_id seq_id);
+
+    // kvfold_evicted(), kvfold_prefix_usable(), kvfold_pin()
+    static int32_t evicted(const llama_context & ctx, llama_seq_id seq, llama_pos end);
+    static bool    is_usable(const llama_context & ctx, llama_seq_id seq, llama_pos end);
+    static bool    pin(llama_context & ctx, llama_seq_id seq, llama_pos begin, llama_pos end);
 
     static bool   stats(const llama_context & ctx, struct kvfold_stats & out);
     static size_t alignment(const llama_context & ctx, struct kvfold_alignment * out, size_t room);

@@ -24,8 +24,14 @@ kvfold::NearPool::Config near_config(const kvfold_config & c, uint32_t n_seq_max
 
 kvfold_cache::kvfold_cache(const kvfold_config & config, uint32_t n_ctx, uint32_t n_seq_max)
     : config(config), n_ctx(n_ctx), n_seq_max(n_seq_max),
-      n_cells(kvfold::physical_cells(n_ctx, n_seq_max, uint32_t(config.group))),
-      near(near_config(config, n_seq_max), n_cells) {}
+      n_cells(
+          kvfold::physical_cells(kvfold::stored_tokens(config, n_ctx, n_seq_max), n_seq_max, uint32_t(config.group))),
+      near(near_config(config, n_seq_max), n_cells), eviction{uint32_t(config.group),
+                                                              n_seq_max,
+                                                              config.keep,
+                                                              std::max(config.sinks, 1),
+                                                              llama_pos(kvfold::young_tokens(config, n_ctx, n_seq_max)),
+                                                              {}} {}
 
 kvfold_cache::~kvfold_cache() {
     if (lookup_steps > 0) {
@@ -82,7 +88,7 @@ std::string kvfold_cache::metrics() {
     if (caches.empty()) {
         return "";
     }
-    uint64_t folded = 0, visible = 0, read = 0, steps = 0, fallbacks = 0;
+    uint64_t folded = 0, visible = 0, read = 0, steps = 0, fallbacks = 0, evicted = 0;
     for (const kvfold_cache * cache : caches) {
         const Lookups seen = cache->lookups();
         folded += cache->folded_tokens;
@@ -90,6 +96,7 @@ std::string kvfold_cache::metrics() {
         read += seen.read;
         steps += cache->lookup_steps;
         fallbacks += cache->dense_fallbacks;
+        evicted += cache->evicted_tokens;
     }
     std::string text;
     const auto  counter = [&text](const char * name, const char * help, uint64_t value) {
@@ -102,6 +109,7 @@ std::string kvfold_cache::metrics() {
     counter("lookup_groups_read_total", "Folded groups that look-ups read", read);
     counter("lookup_steps_total", "Decode steps that looked up", steps);
     counter("dense_fallbacks_total", "Decode steps that read everything although they were to look up", fallbacks);
+    counter("evicted_tokens_total", "Tokens dropped to make room", evicted);
     return text;
 }
 

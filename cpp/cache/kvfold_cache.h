@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "cache/config.h"
+#include "cache/eviction.h"
 #include "cache/near_pool.h"
 #include "ggml-backend.h"
 #include "ggml-cpp.h"
@@ -29,8 +30,11 @@ struct CacheLayer {
     ggml_tensor * side;             // i8 [side_layout().bytes]
     ggml_tensor * align = nullptr;  // f64 [4, n_head], an ops/kv_align.h Alignment a head; only where it was asked for
     ggml_tensor * near;             // f16 [gqa, n_near, 2]
+    ggml_tensor * queries = nullptr;  // f32 [query_stats_size()], when evictions ask for it
     ggml_tensor * k_cur = nullptr;  // rows of the micro-batch in the graph being built
     ggml_tensor * v_cur = nullptr;
+    float scale = 1.0f;  // of scores of attention, as the last graph had it
+    float softcap = 0.0f;
 };
 
 }  // namespace kvfold
@@ -69,6 +73,11 @@ struct kvfold_cache {
     int32_t  list_capacity  = 0;  // groups
     int32_t  pool_capacity  = 0;
 
+    // Whether there is room for less than n_ctx tokens.
+    bool evicts() const { return kvfold::stored_tokens(config, n_ctx, n_seq_max) < n_ctx; }
+
+    kvfold::EvictionRules eviction;
+
     uint64_t fingerprint = 0;  // of the model, for state files
 
     // Counters of kvfold_stats.
@@ -82,6 +91,9 @@ struct kvfold_cache {
     uint64_t lookup_steps    = 0;
     uint64_t dense_fallbacks = 0;
     bool     warned          = false;  // of a large look-up share
+
+    uint64_t evicted_tokens = 0;
+    uint64_t evictions      = 0;
 
     // Groups that look-ups of all layers saw, and read, since the last clear. Waits for the layers' devices.
     struct Lookups {

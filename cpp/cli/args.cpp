@@ -28,7 +28,8 @@ void kvfold_add_args(std::vector<common_arg> & options) {
         options.push_back(
             option("--kv-type", "TYPE",
                    "KV cache type of K and V together: " + kvfold::type_choices() +
-                       " (default: f16)\nfp4: FP4 rows, dense; fp4_csa2: the same with a summary every 4 tokens",
+                       " (default: f16)\nfp4: FP4 rows, dense; fp4_csa2: the same with a summary every 4 tokens; "
+                       "fp4_csa2_ced: the same in less memory, tokens are dropped",
                    "LLAMA_ARG_KV_TYPE", [](common_params & params, const std::string & value) {
                        kvfold::set_kv_type(value, params.cache_type_k, params.cache_type_v);
                        kvfold_set_announcer([](const char * line) { LOG_INF("%s\n", line); });
@@ -70,6 +71,16 @@ void kvfold_add_args(std::vector<common_arg> & options) {
             "fp4_csa2: auto, or what each layer does: dense, full, reuse, reindex, window, as in dense*2,full,reuse*3",
             "LLAMA_ARG_KV_LAYERS",
             [](common_params &, const std::string & value) { kvfold::set_kv_option("kv_layers", value); }));
+        options.push_back(option(
+            "--kv-keep", "SHARE", "fp4_csa2_ced: share of the context that the cache has room for (default: 0.78)",
+            "LLAMA_ARG_KV_KEEP",
+            [](common_params &, const std::string & value) { kvfold::set_kv_option("kv_keep", value); }));
+        options.push_back(
+            option("--kv-score", "NAME",
+                   "fp4_csa2_ced: which tokens go first: keydiff, vnorm, attn, recent, or several (default: "
+                   "keydiff+attn)",
+                   "LLAMA_ARG_KV_SCORE",
+                   [](common_params &, const std::string & value) { kvfold::set_kv_option("kv_score", value); }));
         return;
     }
 }

@@ -23,6 +23,8 @@ bool kvfold_bench_arg(int argc, char ** argv, int & i, std::vector<ggml_type> & 
         {"--kv-min-tokens", "kv_min_tokens"},
         {"--kv-min-context", "kv_min_context"},
         {"--kv-layers", "kv_layers"},
+        {"--kv-keep", "kv_keep"},
+        {"--kv-score", "kv_score"},
     };
     for (const auto & option : options) {
         // llama-bench turns underscores into dashes before it gets here for its own options only.

@@ -41,7 +41,7 @@ std::string type_choices() {
     for (ggml_type t : k_upstream) {
         text += std::string(ggml_type_name(t)) + ", ";
     }
-    return text + "fp4, fp4_csa2";
+    return text + "fp4, fp4_csa2, fp4_csa2_ced";
 }
 
 void set_kv_type(const std::string & value, ggml_type & type_k, ggml_type & type_v) {
@@ -60,9 +60,6 @@ void set_kv_type(const std::string & value, ggml_type & type_k, ggml_type & type
             kvfold_set_default(nullptr);
             return;
         }
-    }
-    if (value == "fp4_csa2_ced") {
-        refuse("kv_type fp4_csa2_ced is not available in this version; possible: " + type_choices());
     }
     const int32_t group = s.config.group;
     if (!kvfold_config_set(&s.config, "kv_type", value.c_str())) {
@@ -88,7 +85,7 @@ void check_settings(ggml_type type_k, ggml_type type_v) {
     const Settings & s = settings();
     if (s.config.type == KVFOLD_TYPE_NONE) {
         if (!s.first_option.empty()) {
-            refuse(s.first_option + " needs --kv-type fp4 or fp4_csa2" +
+            refuse(s.first_option + " needs --kv-type fp4, fp4_csa2 or fp4_csa2_ced" +
                    (s.type.empty() ? "" : ", got --kv-type " + s.type));
         }
         if (!s.type.empty() && (s.type != ggml_type_name(type_k) || s.type != ggml_type_name(type_v))) {

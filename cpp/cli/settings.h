@@ -7,7 +7,7 @@
 
 namespace kvfold {
 
-// "f16, q8_0, ..., fp4, fp4_csa2"
+// "f16, q8_0, ..., fp4, fp4_csa2, fp4_csa2_ced"
 std::string type_choices();
 
 // All throw std::invalid_argument with a sentence that names the setting, the value and what is possible.

@@ -34,6 +34,12 @@ class Traits : public ggml::cpu::tensor_traits {
         case NodeOp::fold:
             size += kv_fold_scratch(fold_args(op), n_threads);
             return true;
+        case NodeOp::score:
+            size += kv_score_scratch(score_args(op), n_threads);
+            return true;
+        case NodeOp::observe:
+            size += kv_observe_scratch(observe_args(op), n_threads);
+            return true;
         case NodeOp::store:
         case NodeOp::store_batched:
         case NodeOp::align:
@@ -68,6 +74,12 @@ class Traits : public ggml::cpu::tensor_traits {
             return true;
         case NodeOp::fold:
             kv_fold(real_folds(op), t);
+            return true;
+        case NodeOp::score:
+            kv_score(score_args(op), t);
+            return true;
+        case NodeOp::observe:
+            kv_observe(observe_args(op), t);
             return true;
         case NodeOp::store:
         case NodeOp::store_batched: {

@@ -21,7 +21,9 @@ enum class NodeOp : int32_t {
     select = 4,
     store_batched =
         5,      // a store that a backend may do together with the next store of the graph, there being nothing between
-    align = 6,  // on the CPU only
+    align   = 6,  // on the CPU only, as the next two
+    score   = 7,
+    observe = 8,
 };
 
 // Lives in op_params from slot kNodeSlot on; the slots before belong to ggml's custom op (pointer, tasks, user data). The
@@ -37,8 +39,8 @@ struct NodeParams {
     int32_t n_near;   // rows of its near pool
     int16_t rot_k;    // Rotation
     int16_t rot_v;
-    float   scale;    // attend, select
-    float   softcap;  // attend, select; 0: none
+    float   scale;    // attend, select, score
+    float   softcap;  // attend, select, score; 0: none
     // select: LookupBudget, shares in units of 1 / kShareUnits. With a lookup_max of 0 and some min_tokens the list is a pool
     // for other layers, and not counted.
     uint16_t lookup_min;
@@ -156,6 +158,26 @@ enum : int {
     v_cur,
     plan,
     before,  // the fold of the same layer: it may read pool rows that are overwritten here
+};
+}
+
+// score -> f32 [n_kv, kScoreKinds] sums over the layers so far; a view of `before` where there is one
+namespace score_src {
+enum : int {
+    far_k,
+    far_v,
+    tier,
+    cells,    // i32 [n_kv / 32] ScoreArgs::far_bits
+    queries,  // f32 [query_stats_size()], or none
+    before,   // the score of an earlier layer, or none
+};
+}
+
+// observe -> view of queries
+namespace observe_src {
+enum : int {
+    q,  // as for attend
+    queries,
 };
 }
 

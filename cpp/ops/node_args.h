@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "ops/graph_node.h"
+#include "ops/kv_score.h"
 #include "ops/kv_select.h"
 
 namespace kvfold {
@@ -156,6 +157,37 @@ inline StoreArgs store_args(const ggml_tensor * t) {
     a.rot = rotation(t);
     a.dst = tensor_data<const int32_t>(plan) + plan_layout(t, plan, t->src[store_src::k_cur]).store;
     return a;
+}
+
+inline ScoreArgs score_args(const ggml_tensor * t) {
+    const NodeParams    p       = node_params(t);
+    const ggml_tensor * cells   = t->src[score_src::cells];
+    const ggml_tensor * queries = t->src[score_src::queries];
+    const ggml_tensor * before  = t->src[score_src::before];
+    ScoreArgs           a{};
+    a.mem      = layer_memory(t, t->src[score_src::far_k], t->src[score_src::far_v], t->src[score_src::tier]);
+    a.far_bits = tensor_data<const uint32_t>(cells);
+    a.n_kv     = int32_t(t->ne[0]);
+    a.queries  = queries != nullptr ? tensor_data<const float>(queries) : nullptr;
+    a.n_head   = queries != nullptr ? int32_t((queries->ne[0] - 1) / 2 / p.head_dim) : p.n_head_kv;
+    a.scale    = p.scale;
+    a.softcap  = p.softcap;
+    a.before   = before != nullptr ? tensor_data<const float>(before) : nullptr;
+    a.scores   = tensor_data<float>(t);
+    return a;
+}
+
+inline ObserveArgs observe_args(const ggml_tensor * t) {
+    const ggml_tensor * q = t->src[observe_src::q];
+    const NodeParams    p = node_params(t);
+    return {tensor_data<const float>(q),
+            int64_t(q->nb[1] / sizeof(float)),
+            int64_t(q->nb[2] / sizeof(float)),
+            int32_t(q->ne[1]),
+            int32_t(q->ne[2]),
+            p.head_dim,
+            p.rot_k,
+            tensor_data<float>(t->src[observe_src::queries])};
 }
 
 // Where a layer's epoch is.

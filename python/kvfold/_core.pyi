@@ -19,7 +19,8 @@ def scope_push(settings: dict[str, Any]) -> None:
     """Use these settings for contexts created by this thread until ``scope_pop``.
 
     Keys: ``kv_type`` (str), ``group``, ``tail``, ``sinks`` (int), ``swa_type`` (str), and for look-ups ``lookup``
-    ("0.1,0.2"), ``threshold``, ``min_tokens``, ``min_context``, ``layers`` (str). Raises ``ValueError``.
+    ("0.1,0.2"), ``threshold``, ``min_tokens``, ``min_context``, ``layers`` (str), for evictions
+    ``keep`` and ``score`` (str). Raises ``ValueError``.
     """
 
 def scope_pop() -> None:
@@ -184,3 +185,33 @@ def kv_attend_sparse(
     n_threads: int = 1,
 ) -> npt.NDArray[np.float32]:
     """The operation ``kv_attend_sparse`` on arrays."""
+
+def kv_score(
+    far_k: npt.NDArray[Any],
+    far_v: npt.NDArray[Any],
+    side: npt.NDArray[Any],
+    near_k: npt.NDArray[Any],
+    near_v: npt.NDArray[Any],
+    cell_src: npt.NDArray[Any],
+    queries: npt.NDArray[Any] | None = None,
+    before: npt.NDArray[Any] | None = None,
+    *,
+    group: int,
+    n_head: int,
+    scale: float = 1.0,
+    softcap: float = 0.0,
+    n_threads: int = 1,
+) -> npt.NDArray[np.float32]:
+    """The operation ``kv_score`` on arrays: novelty, size and attention of each cell."""
+
+def kv_observe(q: npt.NDArray[Any], queries: npt.NDArray[Any], *, rotation: int = 0, n_threads: int = 1) -> None:
+    """The operation ``kv_observe`` on arrays: adds queries to statistics, in place."""
+
+def prefix_usable(ctx: int, seq: int, n_pos: int) -> bool:
+    """Whether the first positions of a sequence can stand for a text of that length (see ``kvfold_prefix_usable``)."""
+
+def evicted(ctx: int, seq: int, n_pos: int) -> int:
+    """Positions below ``n_pos`` that eviction has taken from a sequence."""
+
+def pin(ctx: int, seq: int, start: int, stop: int) -> None:
+    """Never evict a range of positions; an empty one forgets all pins of the sequence. Raises ``ValueError``."""

@@ -20,6 +20,7 @@ _toml = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "t
 GROUPS: dict[str, tuple[int, ...]] = {
     "fp4": (32, 2, 4, 8, 16),
     "fp4_csa2": (4, 2, 8, 16),
+    "fp4_csa2_ced": (4, 2, 8, 16),
 }
 
 #: Types that upstream implements, by name, with their ``ggml_type`` number.
@@ -45,11 +46,9 @@ FOLDED_GGML_TYPE = 40
 SWA_TYPES = ("f16", "q8_0")
 
 #: Names that belong to the design but that this version cannot honour.
-LATER_TYPES = ("fp4_csa2_ced",)
 LATER_SETTINGS = (
-    "kv_keep",
-    "kv_score",
     "kv_calibration",
+    "kv_mode",
     "kv_tier",
     "kv_scale_group",
 )
@@ -62,13 +61,20 @@ DEFAULT_SINKS = 4
 DEFAULT_SWA_TYPE = "f16"
 
 #: Look-up: which part of the folded rows decoding reads, for the types that can.
-LOOKUP_TYPES = ("fp4_csa2",)
+LOOKUP_TYPES = ("fp4_csa2", "fp4_csa2_ced")
 DEFAULT_LOOKUP = (0.1, 0.2)
 DEFAULT_THRESHOLD = 0.1
 DEFAULT_MIN_TOKENS = 256
 #: The default of kv_min_context, which the runtime chooses by where the cache is: on the CPU, with layers on a GPU.
 DEFAULT_MIN_CONTEXTS = (4096, 131072)
 _MAX_MIN_TOKENS = 65535
+
+#: Eviction: which part of its context a cache has room for, and which tokens go first, for the types that evict.
+EVICTING_TYPES = ("fp4_csa2_ced",)
+DEFAULT_KEEP = 0.78
+SCORES = ("keydiff", "vnorm", "attn", "recent")
+DEFAULT_SCORE = "keydiff+attn"
+LATER_SCORES = ("entropy", "snapkv", "reconstruct")
 
 # The C side keeps these as 32-bit signed numbers.
 _INT_LIMIT = 2**31 - 1
@@ -133,17 +139,29 @@ def _lookup(value: object) -> tuple[float, float]:
     return least, most
 
 
+def _score(value: object) -> str:
+    """``kv_score``: one of ``SCORES``, or several joined by ``+``."""
+    possible = f"{_choices(SCORES)}, or several of them as in keydiff+attn"
+    if not isinstance(value, str):
+        raise ValueError(f"kv_score={value!r}: must be a name; possible: {possible}")
+    names = value.split("+")
+    for name in names:
+        if name in LATER_SCORES:
+            raise ValueError(f"kv_score={value!r}: {name} is not available in this version; possible: {possible}")
+        if name not in SCORES or names.count(name) > 1:
+            raise ValueError(f"kv_score={value!r} is unknown{_suggest(name, SCORES)}; possible: {possible}")
+    return value
+
+
 def check_kv_type(value: object) -> str:
     """``value`` as a kv type name.
 
     Raises:
-        ValueError: not a string, unknown (with the closest known name), or not available in this version.
+        ValueError: not a string, or unknown (with the closest known name).
     """
     names = kv_type_names()
     if not isinstance(value, str):
         raise ValueError(f"kv_type={value!r}: must be a name, one of {_choices(names)}")
-    if value in LATER_TYPES:
-        raise ValueError(f"kv_type={value!r} is not available in this version; possible: {_choices(names)}")
     if value not in names:
         raise ValueError(f"kv_type={value!r} is unknown{_suggest(value.lower(), names)}; possible: {_choices(names)}")
     return value
@@ -157,12 +175,12 @@ class KvConfig:
     an upstream type (``f16``, ``q8_0``, ...) the other fields stay ``None``, because they mean nothing there.
 
     Attributes:
-        kv_type: ``fp4``, ``fp4_csa2``, or an upstream type.
+        kv_type: ``fp4``, ``fp4_csa2``, ``fp4_csa2_ced``, or an upstream type.
         group: tokens per group, the unit that is folded (``kv_group``).
         tail: most recent tokens kept exact, at least 1 (``kv_tail``).
         sinks: first tokens of a sequence kept exact, 0 or more (``kv_sinks``).
         swa_type: type of sliding-window layers, ``f16`` or ``q8_0`` (``kv_swa_type``).
-        lookup: ``fp4_csa2``: share of the folded groups that decoding reads, one number or smallest and largest
+        lookup: ``fp4_csa2...``: share of the folded groups that decoding reads, one number or smallest and largest
             (``kv_lookup``); 1 reads everything.
         threshold: share of the estimated attention that may stay unread between those (``kv_threshold``).
         min_tokens: folded tokens that are read at least (``kv_min_tokens``).
@@ -171,6 +189,9 @@ class KvConfig:
         layers: what each layer does, see ``kvfold.layer_modes`` (``kv_layers``).
         alignment: ``fp4_csa2`` on the CPU: compare every look-up with attention over everything, for
             ``Llama.kv.alignment()``; slow (``kv_alignment``).
+        keep: ``fp4_csa2_ced``: share of ``n_ctx`` that the cache has room for, above 0 (``kv_keep``).
+        score: which tokens it gives up: the lowest of ``SCORES``, or of the sum of the ranks in several, as in
+            ``keydiff+attn`` (``kv_score``).
 
     Raises:
         ValueError: a value that is impossible; the message names the setting, the value and what is possible.
@@ -187,6 +208,8 @@ class KvConfig:
     min_context: int | None = None
     layers: str | None = None
     alignment: bool | None = None
+    keep: float | None = None
+    score: str | None = None
 
     def __post_init__(self) -> None:
         kv_type = check_kv_type(self.kv_type)
@@ -212,6 +235,13 @@ class KvConfig:
             self._set_lookup()
         else:
             self._refuse_idle_settings("kv_type group tail sinks swa_type", LOOKUP_TYPES)
+        if kv_type in EVICTING_TYPES:
+            keep = DEFAULT_KEEP if self.keep is None else self.keep
+            self._set("keep", _share("kv_keep", keep, above_zero=True))
+            self._set("score", _score(DEFAULT_SCORE if self.score is None else self.score))
+        else:
+            stored = [f.name for f in fields(self) if f.name not in ("keep", "score")]
+            self._refuse_idle_settings(" ".join(stored), EVICTING_TYPES)
 
     def _set_lookup(self) -> None:
         threshold = DEFAULT_THRESHOLD if self.threshold is None else self.threshold
@@ -352,9 +382,13 @@ class KvConfig:
         retyped = self.folds and base["kv_type"] != self.kv_type
         if retyped and settings.get("kv_group") is None and self.group == GROUPS[self.kv_type][0]:
             del base["kv_group"]
-        if retyped and base["kv_type"] not in LOOKUP_TYPES:
+        idle: list[str] = []
+        if retyped:
+            idle += LOOKUP_SETTINGS if base["kv_type"] not in LOOKUP_TYPES else ()
+            idle += EVICTION_SETTINGS if base["kv_type"] not in EVICTING_TYPES else ()
+        if idle:
             defaults = type(self)(self.kv_type).to_dict()
-            for name in LOOKUP_SETTINGS:
+            for name in idle:
                 if settings.get(name) is None and base.get(name) == defaults.get(name):
                     base.pop(name, None)
         return type(self).from_kwargs(**base)
@@ -372,9 +406,12 @@ _FIELD_OF_SETTING = {
     "kv_min_context": "min_context",
     "kv_layers": "layers",
     "kv_alignment": "alignment",
+    "kv_keep": "keep",
+    "kv_score": "score",
 }
 #: Settings that decide what is read, not what is stored.
 LOOKUP_SETTINGS = ("kv_lookup", "kv_threshold", "kv_min_tokens", "kv_min_context", "kv_layers", "kv_alignment")
+EVICTION_SETTINGS = ("kv_keep", "kv_score")
 _SETTING_OF_FIELD = {field: setting for setting, field in _FIELD_OF_SETTING.items()}
 
 

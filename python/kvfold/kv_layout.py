@@ -6,6 +6,7 @@ The rules are those of the runtime: ``cpp/cache/cell_groups.cpp`` (cells), ``cpp
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +47,7 @@ class CacheLayer:
         n_head_kv: key/value heads.
         head_k, head_v: channels per key and value head.
         window: tokens of its sliding window, 0 for a layer that keeps the whole context.
+        n_head: query heads.
     """
 
     index: int
@@ -53,6 +55,7 @@ class CacheLayer:
     head_k: int
     head_v: int
     window: int = 0
+    n_head: int = 0
 
 
 @dataclass(frozen=True)
@@ -157,7 +160,9 @@ def cache_size(
     near_rows = 0
     if config.folds:
         group, tail, sinks = (int(v or 0) for v in (config.group, config.tail, config.sinks))
-        n_cells = (-(-tokens // group) + 1 + 2 * (n_seq - 1)) * group
+        stored = stored_tokens(config, tokens, n_seq)
+        ubatch = min(ubatch, largest_ubatch(config, tokens, n_seq))
+        n_cells = (-(-stored // group) + 1 + 2 * (n_seq - 1)) * group
         near_rows = min(n_cells, n_seq * (tail + group - 1 + sinks))
     for layer in layers:
         if layer.window:
@@ -171,6 +176,8 @@ def cache_size(
         sizes.f16 += 2 * layer.n_head_kv * (layer.head_k + layer.head_v) * tokens
         if config.folds:
             sizes.add_tier(layer, n_cells // group, near_rows)
+            if stored < tokens and "attn" in str(config.score).split("+"):
+                sizes.add_query_statistics(layer)
     return CacheSize(**sizes.parts, f16=sizes.f16, n_cells=n_cells, by_layer=sizes.by_layer)
 
 
@@ -200,6 +207,28 @@ class _Sum:
         near = 2 * near_rows * width * 2
         self._put("side", layer, side, side)
         self._put("near", layer, near, _round_up(side + near, self.rules.alignment) - side)
+
+    def add_query_statistics(self, layer: CacheLayer) -> None:
+        size = 4 * (1 + 2 * layer.n_head * layer.head_k)
+        self._put("side", layer, size, _round_up(size, self.rules.alignment))
+
+
+def stored_tokens(config: KvConfig, n_ctx: int, n_seq: int) -> int:
+    """Tokens that the cache has room for: all of the context, or with a ``keep`` that share and the exact tokens."""
+    if config.keep is None or config.keep >= 1:
+        return n_ctx
+    exact = int(config.tail or 0) + int(config.group or 0) - 1 + int(config.sinks or 0)
+    return min(n_ctx, math.ceil(config.keep * n_ctx) + n_seq * exact)
+
+
+def largest_ubatch(config: KvConfig, n_ctx: int, n_seq: int) -> int:
+    """Micro-batch that a cache which evicts can make room for."""
+    stored = stored_tokens(config, n_ctx, n_seq)
+    if config.keep is None or stored == n_ctx:
+        return n_ctx
+    tail, group, sinks = (int(v or 0) for v in (config.tail, config.group, config.sinks))
+    young = max(min(512, math.ceil(config.keep * n_ctx) // (4 * n_seq)), tail + group)
+    return max(16, (stored - n_seq * (young + sinks + 2 * group)) // 2)
 
 
 def bytes_per_token(layers: list[CacheLayer], config: KvConfig) -> float:
@@ -314,5 +343,5 @@ def cache_layers(header: GgufHeader) -> list[CacheLayer]:
             value = int(header.arch("attention.value_length_swa") or value)
         if key <= 0 or value <= 0 or heads_kv[i] < 0:
             raise ValueError(f"model {str(header.path)!r}: layer {i} has heads of {key} and {value} channels")
-        found.append(CacheLayer(i, heads_kv[i], key, value, windows[i]))
+        found.append(CacheLayer(i, heads_kv[i], key, value, windows[i], heads[i]))
     return found

@@ -112,18 +112,22 @@ class Llama(llama_cpp.Llama):
     Args:
         model_path: path of a GGUF file.
         kv: cache settings as a ``KvConfig``, a mapping, or a TOML or JSON file; ``kv_*`` arguments go before.
-        kv_type: ``fp4``, ``fp4_csa2``, or an upstream type by name (``f16``, ``q8_0``, ...).
-        kv_group: tokens per group. ``fp4``: 2 to 32, default 32; ``fp4_csa2``: 2 to 16, default 4.
+        kv_type: ``fp4``, ``fp4_csa2``, ``fp4_csa2_ced``, or an upstream type by name (``f16``, ``q8_0``, ...).
+        kv_group: tokens per group. ``fp4``: 2 to 32, default 32; the others: 2 to 16, default 4.
         kv_tail: most recent tokens that stay exact, default 128.
         kv_sinks: first tokens that stay exact, default 4.
         kv_swa_type: type of sliding-window layers, ``f16`` (default) or ``q8_0``.
-        kv_lookup: ``fp4_csa2``: share of the folded groups that decoding reads in long contexts, one number or
+        kv_lookup: ``fp4_csa2...``: share of the folded groups that decoding reads in long contexts, one number or
             ``(smallest, largest)``, default (0.1, 0.2); 1 reads everything.
         kv_threshold: share of the estimated attention that may stay unread between those, default 0.1.
         kv_min_tokens: folded tokens that are read at least, default 256.
         kv_min_context: sequences with fewer tokens are read whole, default 4096, or 131072 with layers on a GPU.
         kv_layers: what each layer does, default ``auto`` (see ``kvfold.layer_modes``).
         kv_alignment: compare every look-up with attention over everything, for ``kv.alignment()``; slow, on the CPU.
+        kv_keep: ``fp4_csa2_ced``: share of ``n_ctx`` that the cache has room for, default 0.78. When it is full, tokens
+            are dropped for good; a text of ``n_ctx`` tokens is still accepted.
+        kv_score: which tokens go first: ``keydiff``, ``vnorm``, ``attn``, ``recent``, or several as the default,
+            ``keydiff+attn``.
         preset: ``8gb-32k``, ``8gb-64k``, ``12gb-64k`` or ``cpu-32k``: context, kv type, GPU layers and batch sizes for
             such a machine; what is given explicitly wins.
         n_ctx, n_batch, n_ubatch: 512 by default.
@@ -159,6 +163,8 @@ class Llama(llama_cpp.Llama):
         kv_min_context: int | None = None,
         kv_layers: str | None = None,
         kv_alignment: bool | None = None,
+        kv_keep: float | None = None,
+        kv_score: str | None = None,
         preset: str | None = None,
         n_ctx: int | None = None,
         n_batch: int | None = None,
@@ -191,6 +197,8 @@ class Llama(llama_cpp.Llama):
             "kv_min_context": kv_min_context,
             "kv_layers": kv_layers,
             "kv_alignment": kv_alignment,
+            "kv_keep": kv_keep,
+            "kv_score": kv_score,
         }
         filled = fill(
             preset,
@@ -326,6 +334,26 @@ class Llama(llama_cpp.Llama):
             return dict(stats)
         return {**self._kv_sizes, "near_bytes": 0, "tokens": self.n_tokens, "folded_tokens": 0}
 
+    def pin(self, start: int, stop: int) -> None:
+        """Never drop tokens ``start`` to ``stop - 1`` of the context (``fp4_csa2_ced``).
+
+        Positions count from the start of the prompt. Pins stay until ``unpin()``, whatever text comes there.
+
+        Raises:
+            ValueError: an impossible range, or a cache that drops nothing.
+        """
+        if not 0 <= start < stop <= self._n_ctx:
+            raise ValueError(f"pin({start!r}, {stop!r}): must be a range of positions within 0 .. {self._n_ctx}")
+        with self._gate.hold():
+            self._require_open()
+            _core.pin(self._ctx.ctx, 0, start, stop)
+
+    def unpin(self) -> None:
+        """Forget all pins."""
+        with self._gate.hold():
+            self._require_open()
+            _core.pin(self._ctx.ctx, 0, 0, 0)
+
     # -- evaluation ----------------------------------------------------------------------------------------------------
 
     def eval(self, tokens: Sequence[int]) -> None:
@@ -378,6 +406,8 @@ class Llama(llama_cpp.Llama):
         memory = self._ctx.memory
         if memory is None or count == 0:
             return True
+        if not _core.prefix_usable(self._ctx.ctx, 0, count):
+            return False
         if not self._ctx.kv_cache_seq_rm(-1, count, -1):
             return False
         if llama_cpp.llama_memory_seq_pos_max(memory, 0) != count - 1:

@@ -92,7 +92,7 @@ class KvStats:
 
     @property
     def evicted_tokens(self) -> int:
-        """Tokens dropped for good; 0, because no kv type of this version drops any."""
+        """Tokens dropped for good, since the context was made."""
         return int(self._read().get("evicted_tokens", 0))
 
     @property

@@ -26,7 +26,7 @@ import llama_cpp as lc
 
 #: ggml_type of each upstream cache type
 UPSTREAM = {"f32": 0, "f16": 1, "q4_0": 2, "q5_0": 6, "q8_0": 8}
-KVFOLD = ("fp4", "fp4_csa2")
+KVFOLD = ("fp4", "fp4_csa2", "fp4_csa2_ced")
 NVFP4 = 40
 GGML_LOG_LEVEL_DEBUG = 1
 

@@ -29,15 +29,24 @@ struct llama_model;
 #define KVFOLD_VERSION "0.1.0"
 
 enum kvfold_type {
-    KVFOLD_TYPE_NONE     = 0, /* not a kvfold cache */
-    KVFOLD_TYPE_FP4      = 1,
-    KVFOLD_TYPE_FP4_CSA2 = 2,
+    KVFOLD_TYPE_NONE         = 0, /* not a kvfold cache */
+    KVFOLD_TYPE_FP4          = 1,
+    KVFOLD_TYPE_FP4_CSA2     = 2,
+    KVFOLD_TYPE_FP4_CSA2_CED = 3, /* fp4_csa2 in less memory than its context needs: tokens are evicted */
 };
 
 /* Type of the key/value rows of sliding-window layers, which kvfold never takes below 8 bits. */
 enum kvfold_swa_type {
     KVFOLD_SWA_F16  = 0,
     KVFOLD_SWA_Q8_0 = 1,
+};
+
+/* By what tokens are evicted; of several, by the sum of the ranks. */
+enum kvfold_score {
+    KVFOLD_SCORE_KEYDIFF = 1, /* keys like the others go first */
+    KVFOLD_SCORE_VNORM   = 2, /* small values go first */
+    KVFOLD_SCORE_ATTN    = 4, /* tokens go first that queries as of late would hardly attend to */
+    KVFOLD_SCORE_RECENT  = 8, /* the oldest go first */
 };
 
 #define KVFOLD_LAYERS_SIZE 256
@@ -58,6 +67,11 @@ struct kvfold_config {
     char    layers[KVFOLD_LAYERS_SIZE]; /* what each layer does, see kvfold_config_set; empty: auto */
     bool
         alignment; /* compare every look-up with attention over everything, see kvfold_get_alignment; slow, on the CPU */
+
+    /* Eviction (fp4_csa2_ced): the cache has room for a part of n_ctx; when it is full, whole groups of tokens that matter
+     * least are dropped. A sequence never keeps less than `keep` of its tokens. */
+    float    keep;  /* share of n_ctx, above 0 and up to 1; 0: 0.78 */
+    uint32_t score; /* kvfold_score, added up; 0: default */
 };
 
 /* What a context's cache holds. Bytes are allocated bytes, everything included. */
@@ -80,6 +94,8 @@ struct kvfold_stats {
     uint64_t lookup_steps; /* micro-batches that looked up */
     uint64_t dense_fallbacks; /* micro-batches that were to look up and could not */
     char     backend[64];     /* where attention runs, e.g. "CPU" or "CUDA0" */
+    uint64_t evicted_tokens;  /* tokens dropped since the context was made */
+    uint64_t evictions;       /* times that groups were scored and dropped */
 };
 
 /* How much of the attention look-ups find, of one query head of a layer, over all tokens that looked up since the last clear.
@@ -99,14 +115,18 @@ KVFOLD_API const char * kvfold_version(void);
 /* The reason of the last failure on this thread; empty when there was none. Valid until the next call on this thread. */
 KVFOLD_API const char * kvfold_last_error(void);
 
-/* "fp4", "fp4_csa2" or "none" */
+/* "fp4", "fp4_csa2", "fp4_csa2_ced" or "none" */
 KVFOLD_API const char * kvfold_type_name(enum kvfold_type type);
+
+/* "keydiff+attn"; valid until the next call on this thread */
+KVFOLD_API const char * kvfold_score_name(uint32_t score);
 
 /* tail 128, sinks 4, the type's default group, f16 windows, look-up as measured best where the type has it */
 KVFOLD_API struct kvfold_config kvfold_config_default(enum kvfold_type type);
 
 /* Sets one field from text. Keys, all also with "kv_" before: "type", "group", "tail", "sinks", "swa_type",
- * "lookup" ("0.2" or "0.1,0.2"), "threshold", "min_tokens", "min_context", "layers", "alignment" ("true" or "false").
+ * "lookup" ("0.2" or "0.1,0.2"), "threshold", "min_tokens", "min_context", "layers", "alignment" ("true" or "false"),
+ * "keep", "score" ("keydiff+attn").
  *
  * "layers" is "auto", or a list of modes for the layers that keep the whole context, such as "dense*2,full*10,reuse":
  *   dense    reads everything
@@ -142,6 +162,18 @@ KVFOLD_API bool kvfold_get_stats(const struct llama_context * ctx, struct kvfold
 
 /* Fills `rows`, of which there are `room`, layer by layer; returns how many there are to be had: 0 without the setting. */
 KVFOLD_API size_t kvfold_get_alignment(const struct llama_context * ctx, struct kvfold_alignment * rows, size_t room);
+
+/* Positions below `n_pos` that eviction has taken from a sequence; 0 without a kvfold cache that evicts. */
+KVFOLD_API int32_t kvfold_evicted(const struct llama_context * ctx, int32_t seq_id, int32_t n_pos);
+
+/* Whether the first `n_pos` positions of a sequence can stand for a text of that length that is to go on differently. Not if
+ * more of them are gone than a sequence so short would have lost: then the text is better processed again. True without a
+ * kvfold cache that evicts, and for the whole of a sequence. */
+KVFOLD_API bool kvfold_prefix_usable(const struct llama_context * ctx, int32_t seq_id, int32_t n_pos);
+
+/* Never evicts positions p0 <= p < p1 of a sequence; p1 < 0 means to its end, an empty range forgets all pins of the sequence.
+ * Pins belong to the context and outlive edits of the sequence. False when the context has no cache that evicts. */
+KVFOLD_API bool kvfold_pin(struct llama_context * ctx, int32_t seq_id, int32_t p0, int32_t p1);
 
 /* What all kvfold caches of this process did, as metrics in Prometheus' text format; empty without one. Valid until the next
  * call on this thread. */

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
-from ..config import GROUPS, SWA_TYPES, KvConfig, kv_type_names, setting_names
+from ..config import DEFAULT_SCORE, GROUPS, SCORES, SWA_TYPES, KvConfig, kv_type_names, setting_names
 from ..models import MODELS
 from ..units import parse_count, parse_size
 
@@ -66,7 +66,7 @@ def add_kv_options(parser: argparse.ArgumentParser, default: str | None) -> None
     group.add_argument(
         "--kv-lookup",
         metavar="SHARE",
-        help="fp4_csa2: share of the folded groups that decoding reads, or MIN,MAX (default: 0.1,0.2)",
+        help="fp4_csa2...: share of the folded groups that decoding reads, or MIN,MAX (default: 0.1,0.2)",
     )
     group.add_argument(
         "--kv-threshold",
@@ -85,6 +85,17 @@ def add_kv_options(parser: argparse.ArgumentParser, default: str | None) -> None
     )
     group.add_argument(
         "--kv-layers", metavar="MODES", help="fp4_csa2: auto, or what each layer does, as dense*2,full (default: auto)"
+    )
+    group.add_argument(
+        "--kv-keep",
+        type=float,
+        metavar="SHARE",
+        help="fp4_csa2_ced: share of the context that the cache has room for (default: 0.78)",
+    )
+    group.add_argument(
+        "--kv-score",
+        metavar="NAME",
+        help=f"fp4_csa2_ced: which tokens go first: {', '.join(SCORES)}, or several as {DEFAULT_SCORE}, the default",
     )
 
 
