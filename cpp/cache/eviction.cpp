@@ -203,8 +203,9 @@ std::vector<uint32_t> make_room(llama_kv_cells & cells, const EvictionRules & ru
                                 const std::vector<TokenRef> & tokens, uint64_t & evicted) {
     std::vector<int64_t> allowed = allowances(cells, rules, tokens);
     const uint32_t       free    = cells.size() - cells.get_used();
-    const auto           ahead   = std::min(kEvictAhead, cells.size() / 16);
-    const auto           wanted  = int64_t(tokens.size()) + ahead - free;
+    // Tokens beyond those of the micro-batch: scoring a whole cache costs as much as several tokens that read all of it.
+    const uint32_t ahead  = std::max(std::min(128u, cells.size() / 16), cells.size() / 64);
+    const auto     wanted = int64_t(tokens.size()) + ahead - free;
 
     int64_t wish = std::max<int64_t>(wanted, rules.group);
     size_t  next = 0;

@@ -19,9 +19,6 @@
 
 namespace kvfold {
 
-// Evicted beyond what is needed at the moment, where it is allowed: scores are made once for so many tokens.
-constexpr uint32_t kEvictAhead = 128;
-
 bool evicts(const kvfold_config & config);
 
 // Tokens that a cache has room for: n_ctx, or, when it evicts, its share and the exact tier.

@@ -338,6 +338,13 @@ llama_kv_cache::slot_info slots_of(std::vector<uint32_t> cells) {
     return slots;
 }
 
+bool full(const kvfold_cache & cache) {
+    return kvfold::fail(
+        kvfold::message("the cache of %u cells is full, and no more of its tokens may be evicted (kv_keep %g, "
+                        "pins, the youngest %d tokens of a sequence)",
+                        cache.n_cells, double(cache.config.keep), cache.eviction.young));
+}
+
 // Stands for cells that are chosen when it is the micro-batch's turn.
 constexpr uint32_t kLater = UINT32_MAX;
 
@@ -373,6 +380,7 @@ llama_kv_cache::slot_info_vec_t kvfold_access::prepare(llama_kv_cache &         
         }
         if (placed.empty()) {
             slots.clear();
+            full(cache);
             break;
         }
         kv.apply_ubatch(placed, ubatch);
@@ -409,7 +417,7 @@ bool kvfold_access::place(llama_kv_cache & kv, llama_kv_cache::slot_info & slots
                                            kvfold::tokens_of(ubatch), cache.evicted_tokens));
         cache.evictions += 1;
     }
-    return !slots.empty() || kvfold::fail("the cache is full and too little of it may be evicted");
+    return !slots.empty() || full(cache);
 }
 
 ggml_tensor * kvfold_access::cpy_k(const llama_kv_cache & kv, ggml_context * ctx, ggml_tensor * k_cur, int32_t il) {
@@ -586,12 +594,15 @@ bool kvfold_access::is_usable(const llama_context & ctx, llama_seq_id seq, llama
     if (gone == 0) {
         return true;
     }
-    const llama_kv_cache & kv = *find_caches(ctx.get_memory()).base;
-    // A sequence that goes on as it was is what it is; and its last tokens may be taken back (a rejected draft, an answer that is
-    // rendered anew): older parts are always a little thinner than the whole.
-    constexpr double kTolerance = 0.05;
-    return end > kv.v_cells[0].seq_pos_max(seq) ||
-           double(gone) <= (1.0 - double(kv.kvfold->config.keep) + kTolerance) * double(end);
+    const llama_kv_cache & kv    = *find_caches(ctx.get_memory()).base;
+    const kvfold_cache &   cache = *kv.kvfold;
+    // A sequence that goes on as it was is what it is, also when its last tokens are taken back (rejected drafts, an answer that
+    // is rendered anew).
+    if (end > kv.v_cells[0].seq_pos_max(seq) - cache.eviction.young) {
+        return true;
+    }
+    // What a sequence of that length has to lose if it is alone, and a tenth.
+    return gone <= std::max(0, end - int32_t(cache.n_cells)) + end / 10;
 }
 
 bool kvfold_access::pin(llama_context & ctx, llama_seq_id seq, llama_pos begin, llama_pos end) {

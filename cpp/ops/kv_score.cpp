@@ -181,7 +181,7 @@ void read_rows(const Work & w, int32_t slice) {
     const ScoreArgs &   a   = w.a;
     const LayerMemory & mem = a.mem;
     const int32_t       gqa = a.n_head / mem.n_head_kv;
-    float               s[DIM], k[DIM], v[DIM];
+    float               s[DIM], k[2 * DIM], v[DIM];  // the second half of k: squares
     for (int32_t h = 0; h < mem.n_head_kv; ++h) {
         int32_t decoded = -1;
         for (int32_t c = w.begin(slice); c < w.end(slice); ++c) {
@@ -202,15 +202,20 @@ void read_rows(const Work & w, int32_t slice) {
             decode<DIM>(row<DIM>(mem.far_v, mem, c, h), v);
             w.size[int64_t(h) * a.n_kv + c] = sqrtf(dot<DIM>(v, v));
 
-            for (int32_t j = h * gqa; w.attention && j < (h + 1) * gqa; ++j) {
+            if (!w.attention) {
+                continue;
+            }
+            for (int32_t d = 0; d < DIM; ++d) {
+                k[DIM + d] = k[d] * k[d];
+            }
+            for (int32_t j = h * gqa; j < (h + 1) * gqa; ++j) {
                 const float * query = w.query + int64_t(j) * 2 * DIM;
-                float         mean  = dot<DIM>(query, k);
-                mean                = a.softcap != 0.0f ? a.softcap * tanhf(mean / a.softcap) : mean;
-                float square[DIM];
-                for (int32_t d = 0; d < DIM; ++d) {
-                    square[d] = k[d] * k[d];
+                float &       logit = w.logit[int64_t(j) * a.n_kv + c];
+                if (a.softcap == 0.0f) {
+                    logit = dot<2 * DIM>(query, k);
+                } else {
+                    logit = a.softcap * tanhf(dot<DIM>(query, k) / a.softcap) + dot<DIM>(query + DIM, k + DIM);
                 }
-                w.logit[int64_t(j) * a.n_kv + c] = mean + dot<DIM>(query + DIM, square);
             }
         }
     }

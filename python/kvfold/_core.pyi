@@ -208,7 +208,7 @@ def kv_observe(q: npt.NDArray[Any], queries: npt.NDArray[Any], *, rotation: int 
     """The operation ``kv_observe`` on arrays: adds queries to statistics, in place."""
 
 def prefix_usable(ctx: int, seq: int, n_pos: int) -> bool:
-    """Whether the first positions of a sequence can stand for a text of that length (see ``kvfold_prefix_usable``)."""
+    """Whether the first positions of a sequence can stand for a text of that length (``kvfold_prefix_usable``)."""
 
 def evicted(ctx: int, seq: int, n_pos: int) -> int:
     """Positions below ``n_pos`` that eviction has taken from a sequence."""

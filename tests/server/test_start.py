@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -58,6 +59,29 @@ def test_metrics_show_look_ups(core: object, smollm2_path: Path, tmp_path: Path)
     assert "kv look-up: 2" in server.log and "of the folded groups read in 7 steps" in server.log
 
 
+def test_contexts_larger_than_the_cache(core: object, smollm2_path: Path, tmp_path: Path) -> None:
+    """A prompt longer than the cache is answered; what is left of it does not stand in for a shorter one."""
+    arguments = ["-m", str(smollm2_path), "-c", "1536", "-np", "1", "--metrics", "--slots", "-b", "128", "-ub", "128"]
+    arguments += ["--kv-type", "fp4_csa2_ced", "--kv-keep", "0.4", "--cache-ram", "0"]
+    server = Server(tmp_path, *arguments)
+    words = [f"{word} {number}" for number in range(160) for word in ("apples", "pears")]
+    try:
+        server.wait_ready()
+        long = server.complete(" ".join(words[:300]), 4)
+        assert server.request("GET", "/slots")[1][0]["n_evicted"] > 100
+        more = server.complete(" ".join(words[:310]), 4)
+        short = server.complete(" ".join(words[:120]) + " and plums", 4)
+        assert "n_evicted" not in server.request("GET", "/slots")[1][0]
+        text = server.request("GET", "/metrics")[1].decode()
+    finally:
+        assert server.stop() >= 0
+    assert long["tokens_evaluated"] > 1000
+    assert more["timings"]["cache_n"] > 1000, "the text goes on where it was"
+    assert short["timings"]["cache_n"] == 0
+    evicted = re.search(r"^kvfold:evicted_tokens_total (\d+)$", text, re.MULTILINE)
+    assert evicted and int(evicted[1]) > 100
+
+
 def fails(*arguments: str) -> str:
     """Output of a start that must fail with exit code 1 (a signal would be negative)."""
     result = subprocess.run([str(program()), *arguments], capture_output=True, text=True, timeout=120)
@@ -76,6 +100,9 @@ def fails(*arguments: str) -> str:
         (["--kv-type", "fp4_csa2", "--kv-layers", "reuse"], ["kv_layers", "reuse"]),
         (["--kv-type", "fp4", "--kv-threshold", "0.2"], ["kv_threshold", "fp4_csa2"]),
         (["--kv-type", "fp4_csa2", "--kv-sinks", "-1"], ["sinks", "-1"]),
+        (["--kv-type", "fp4_csa2_ced", "--kv-keep", "1.2"], ["kv_keep", "1.2"]),
+        (["--kv-type", "fp4_csa2_ced", "--kv-score", "entropy"], ["kv_score", "entropy", "keydiff"]),
+        (["--kv-type", "fp4_csa2", "--kv-keep", "0.5"], ["kv_keep", "fp4_csa2_ced"]),
         (["--kv-type", "fp4", "--kv-swa-type", "q4_0"], ["swa", "q4_0"]),
         (["--kv-type", "fp4", "-fa", "off"], ["flash"]),
     ],

@@ -167,8 +167,8 @@ KVFOLD_API size_t kvfold_get_alignment(const struct llama_context * ctx, struct 
 KVFOLD_API int32_t kvfold_evicted(const struct llama_context * ctx, int32_t seq_id, int32_t n_pos);
 
 /* Whether the first `n_pos` positions of a sequence can stand for a text of that length that is to go on differently. Not if
- * more of them are gone than a sequence so short would have lost: then the text is better processed again. True without a
- * kvfold cache that evicts, and for the whole of a sequence. */
+ * a tenth more of them is gone than a sequence so short has to lose: then the text is better processed again. True without
+ * a kvfold cache that evicts, and when no more than the youngest tokens, which are never evicted, are taken back. */
 KVFOLD_API bool kvfold_prefix_usable(const struct llama_context * ctx, int32_t seq_id, int32_t n_pos);
 
 /* Never evicts positions p0 <= p < p1 of a sequence; p1 < 0 means to its end, an empty range forgets all pins of the sequence.
