@@ -123,7 +123,7 @@ int cuda_supports(int device, const ggml_tensor * node) {
                kv_ops_cuda_refusal(p.n_head_kv, p.head_dim, p.group, int32_t(q->ne[2])) == nullptr &&
                kv_select_cuda_refusal(select_args(node), the_device(device)) == nullptr;
     }
-    if (NodeOp(p.op) == NodeOp::score || NodeOp(p.op) == NodeOp::observe) {
+    if (NodeOp(p.op) == NodeOp::align || NodeOp(p.op) == NodeOp::score || NodeOp(p.op) == NodeOp::observe) {
         return 0;
     }
     if (NodeOp(p.op) != NodeOp::attend) {
