@@ -31,10 +31,10 @@ struct CacheLayer {
     ggml_tensor * align = nullptr;  // f64 [4, n_head], an ops/kv_align.h Alignment a head; only where it was asked for
     ggml_tensor * near;             // f16 [gqa, n_near, 2]
     ggml_tensor * queries = nullptr;  // f32 [query_stats_size()], when evictions ask for it
-    ggml_tensor * k_cur = nullptr;  // rows of the micro-batch in the graph being built
-    ggml_tensor * v_cur = nullptr;
-    float scale = 1.0f;  // of scores of attention, as the last graph had it
-    float softcap = 0.0f;
+    ggml_tensor * k_cur   = nullptr;  // rows of the micro-batch in the graph being built
+    ggml_tensor * v_cur   = nullptr;
+    float         scale   = 1.0f;  // of scores of attention, as the last graph had it
+    float         softcap = 0.0f;
 };
 
 }  // namespace kvfold

@@ -20,7 +20,7 @@ enum class NodeOp : int32_t {
     store  = 3,
     select = 4,
     store_batched =
-        5,      // a store that a backend may do together with the next store of the graph, there being nothing between
+        5,  // a store that a backend may do together with the next store of the graph, there being nothing between
     align   = 6,  // on the CPU only, as the next two
     score   = 7,
     observe = 8,
