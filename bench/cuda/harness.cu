@@ -2,10 +2,11 @@
 //
 // usage: harness [check] [quick] [time] [profile] ...
 //   check    every operation over many shapes, against a double-precision reference (attention) or byte by byte (fold, store)
+//            (check-lookup: look-up alone)
 //   quick    the same over few shapes, for compute-sanitizer
 //   time     decode, fold, prefill over depths; the far rows of a layer are random, layers rotate so that caches do not help
 //            (time-decode, time-lookup, time-fold, time-prefill: one of them)
-//   profile  a few decode launches at 64K for a profiler; profile-short: at 256
+//   profile  a few decode launches at 64K for a profiler; profile-short: at 256; profile-lookup: look-ups at 64K
 // Exit status 1 when a check failed.
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
@@ -518,7 +519,8 @@ std::vector<std::vector<int32_t>> unpack_lists(const std::vector<int32_t> & pack
     return lists;
 }
 
-// kv_select against the CPU's, then kv_attend_sparse with the device's lists against the reference.
+// kv_select against the CPU's, then kv_attend_sparse with the device's lists against the reference, then both as one operation, which
+// must choose the same.
 void check_lookup(Rng & rng, Case c, const LookupBudget & budget, const CudaDevice & device) {
     const int        n_head = c.n_head_kv * c.gqa, n_near = 160;
     Layer            l     = random_layer(rng, c.n_head_kv, c.dim, c.group, c.n_kv, n_near, std::min(c.n_q, c.n_kv));
@@ -626,16 +628,38 @@ void check_lookup(Rng & rng, Case c, const LookupBudget & budget, const CudaDevi
     CHECK_CUDA(cudaDeviceSynchronize());
     const Errors e           = compare(out.download(), out_want, c.dim);
     const bool   good_attend = e.whole < kTolerance && e.worst_row < 8 * kTolerance;
-    n_failed += !good_select + !good_attend;
-    std::printf("%s look-up%s head %3d m %2d kv-heads %d gqa %2d n_q %2d n_kv %5d %-5s mask %-9s cap %2.0f sinks %d "
-                "share %.2f-%.2f "
-                "threshold %.1f: %zu of %zu groups differ, counts %zu, order %zu, counters %llu/%llu want %llu/%llu; "
-                "attention error %.1e, worst row %.1e\n",
-                good_select && good_attend ? "ok  " : "FAIL", c.rotate ? " rotated" : "", c.dim, c.group, c.n_head_kv,
-                c.gqa, c.n_q, c.n_kv, c.sources.c_str(), c.mask.c_str(), c.softcap, c.sinks, budget.lookup_min,
-                budget.lookup_max, budget.threshold, n_other, n_want, counts, unordered,
-                (unsigned long long) counters_got[1], (unsigned long long) counters_got[0],
-                (unsigned long long) counted[1], (unsigned long long) counted[0], e.whole, e.worst_row);
+
+    // several times in a row: what blocks count must be as before after every launch
+    DeviceArray<int32_t> lists_again(std::vector<int32_t>(n_lists * group_list_stride(capacity), -1));
+    DeviceArray<float>   out_again(std::vector<float>(out_want.size(), NAN));
+    counters.upload(std::vector<uint64_t>(2, 0));
+    SelectArgs       again = a;
+    SparseAttendArgs both  = s;
+    again.mem = poisoned.mem, again.selected = lists_again.get(), both.selected = lists_again.get();
+    both.attend.out = out_again.get();
+    DeviceArray<uint8_t> scratch_again(std::vector<uint8_t>(kv_select_attend_cuda_scratch(again, both, device), 0xFF));
+    constexpr int        n_again = 3;
+    for (int i = 0; i < n_again; ++i) {
+        kv_select_attend_cuda(again, both, device, scratch_again.get(), nullptr);
+    }
+    CHECK_CUDA(cudaGetLastError());
+    CHECK_CUDA(cudaDeviceSynchronize());
+    const Errors e_again       = compare(out_again.download(), out_want, c.dim);
+    const auto   counted_again = counters.download();
+    const bool   same = unpack_lists(lists_again.download(), n_lists, capacity) == got &&
+                        counted_again[0] == n_again * counters_got[0] && counted_again[1] == n_again * counters_got[1];
+    const bool   good_again = same && e_again.whole < kTolerance && e_again.worst_row < 8 * kTolerance;
+    n_failed += !good_select + !good_attend + !good_again;
+    std::printf(
+        "%s look-up%s head %3d m %2d kv-heads %d gqa %2d n_q %2d n_kv %5d %-5s mask %-9s cap %2.0f sinks %d "
+        "share %.2f-%.2f "
+        "threshold %.1f: %zu of %zu groups differ, counts %zu, order %zu, counters %llu/%llu want %llu/%llu; "
+        "attention error %.1e, worst row %.1e; together with %d multiprocessors: %s, error %.1e, worst row %.1e\n",
+        good_select && good_attend && good_again ? "ok  " : "FAIL", c.rotate ? " rotated" : "", c.dim, c.group,
+        c.n_head_kv, c.gqa, c.n_q, c.n_kv, c.sources.c_str(), c.mask.c_str(), c.softcap, c.sinks, budget.lookup_min,
+        budget.lookup_max, budget.threshold, n_other, n_want, counts, unordered, (unsigned long long) counters_got[1],
+        (unsigned long long) counters_got[0], (unsigned long long) counted[1], (unsigned long long) counted[0], e.whole,
+        e.worst_row, device.n_sm, same ? "same choice" : "ANOTHER CHOICE", e_again.whole, e_again.worst_row);
     std::fflush(stdout);
 }
 
@@ -662,7 +686,9 @@ void check_lookup_all(bool quick, const CudaDevice & device) {
         const float        thresholds[] = {0.0f, 0.3f, 0.5f};
         const auto &       share        = shares[uniform(rng, 0, 4)];
         const LookupBudget budget{share[0], share[1], thresholds[uniform(rng, 0, 2)], uniform(rng, 0, 2) * 128};
-        check_lookup(rng, c, budget, device);
+        // as many blocks a list as a smaller device would have
+        const int n_sm = uniform(rng, 0, 2) == 0 ? uniform(rng, 1, device.n_sm) : device.n_sm;
+        check_lookup(rng, c, budget, {n_sm, device.arch});
     }
 }
 
@@ -893,8 +919,11 @@ void check_fold_all(bool quick) {
 
 // Median time in ms of one replay of a graph that holds what `work` queues.
 float time_graph(const std::function<void(cudaStream_t)> & work, int repeats) {
-    cudaStream_t stream;
-    CHECK_CUDA(cudaStreamCreate(&stream));
+    // one for all: streams that have launched look-ups keep their counters
+    static cudaStream_t stream = nullptr;
+    if (stream == nullptr) {
+        CHECK_CUDA(cudaStreamCreate(&stream));
+    }
     work(stream);
     CHECK_CUDA(cudaGetLastError());
     CHECK_CUDA(cudaStreamSynchronize(stream));
@@ -923,7 +952,6 @@ float time_graph(const std::function<void(cudaStream_t)> & work, int repeats) {
     cudaEventDestroy(stop);
     cudaGraphExecDestroy(exec);
     cudaGraphDestroy(graph);
-    cudaStreamDestroy(stream);
     std::sort(times.begin(), times.end());
     return times[times.size() / 2];
 }
@@ -1080,27 +1108,38 @@ void time_lookup(const Shape & s, int group, int n_kv, float share, const CudaDe
         b.selected = lists.get(), b.capacity = capacity;
         attends.push_back(b);
     }
-    DeviceArray<uint8_t> scratch(kv_select_cuda_scratch(selects[0], device)),
-        more(kv_attend_sparse_cuda_scratch(attends[0], device));
+    DeviceArray<uint8_t> scratch(std::max(kv_select_attend_cuda_scratch(selects[0], attends[0], device),
+                                          kv_attend_cuda_scratch(attends[0].attend, device)));
+    using Layer         = std::function<void(int, cudaStream_t)>;
     constexpr int n     = 32;
-    auto          timed = [&](bool select, bool attend) {
+    auto          timed = [&](const Layer & layer) {
         return 1e3f / n *
                time_graph(
                    [&](cudaStream_t stream) {
                        for (int i = 0; i < n; ++i) {
-                           if (select) {
-                               kv_select_cuda(selects[i % t.n], device, scratch.get(), stream);
-                           }
-                           if (attend) {
-                               kv_attend_sparse_cuda(attends[i % t.n], select, device, more.get(), stream);
-                           }
+                           layer(i % t.n, stream);
                        }
                    },
                    15);
     };
+    const Layer dense  = [&](int i, cudaStream_t x) { kv_attend_cuda(attends[i].attend, device, scratch.get(), x); };
+    const Layer select = [&](int i, cudaStream_t x) { kv_select_cuda(selects[i], device, scratch.get(), x); };
+    const Layer sparse = [&](int i, cudaStream_t x) {
+        kv_attend_sparse_cuda(attends[i], false, device, scratch.get(), x);
+    };
+    const Layer both = [&](int i, cudaStream_t x) {
+        kv_select_attend_cuda(selects[i], attends[i], device, scratch.get(), x);
+    };
+    const Layer apart = [&](int i, cudaStream_t x) {
+        kv_select_cuda(selects[i], device, scratch.get(), x);
+        kv_attend_sparse_cuda(attends[i], true, device, scratch.get(), x);
+    };
+    const float us[] = {timed(dense), timed(both), timed(apart), timed(select),
+                        timed(sparse)};  // the lists of the one before
     std::printf(
-        "look-up %-9s m %2d n_kv %6d share %.2f: select %.1f us, sparse attend %.1f us, together %.1f us a layer\n",
-        s.name, group, n_kv, share, timed(true, false), timed(false, true), timed(true, true));
+        "look-up %-9s m %2d n_kv %6d share %.2f: dense %.1f us, look-up %.1f us a layer (as two launches %.1f us, "
+        "lists alone %.1f us, attention alone %.1f us)\n",
+        s.name, group, n_kv, share, us[0], us[1], us[2], us[3], us[4]);
     std::fflush(stdout);
 }
 
@@ -1215,6 +1254,9 @@ int main(int argc, char ** argv) {
             check_attend_all(what == "quick", device);
             check_lookup_all(what == "quick", device);
             std::printf("%s: %d failed\n", what.c_str(), n_failed);
+        } else if (what == "check-lookup") {
+            check_lookup_all(false, device);
+            std::printf("%s: %d failed\n", what.c_str(), n_failed);
         } else if (what == "time" || what == "time-decode" || what == "time-fold" || what == "time-prefill" ||
                    what == "time-lookup") {
             const auto wanted = [&](const char * part) {
@@ -1234,6 +1276,8 @@ int main(int argc, char ** argv) {
             }
         } else if (what == "profile" || what == "profile-short") {
             time_attend({"llama-8b", 4, 8, 32, 128}, 4, what == "profile" ? 65536 : 256, 1, false, device, 4e12);
+        } else if (what == "profile-lookup") {
+            time_lookup({"llama-8b", 4, 8, 32, 128}, 4, 65536, 0.1f, device);
         } else {
             std::printf("unknown: %s\n", what.c_str());
             return 2;

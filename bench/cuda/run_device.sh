@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds the standalone harness on a machine with a GPU, checks every CUDA operation, times them, prints a short table.
 #
-# usage: bench/cuda/run_device.sh [check] [time | time-decode | time-lookup | time-fold | time-prefill] [sanitize] [profile]      default: check time
+# usage: bench/cuda/run_device.sh [check | check-lookup] [time | time-decode | time-lookup | time-fold | time-prefill] [sanitize] [profile]      default: check time
 # environment: ARCH (default sm_90), OUT (where logs go, default a folder of the temporary directory)
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -38,11 +38,11 @@ harness=$build/harness
 
 for step in "${steps[@]}"; do
     case $step in
-        check)
-            timeout 200 "$harness" check >"$out/check.txt" 2>&1 || true
-            grep -E "FAIL|failed|error:" "$out/check.txt" | head -40 || true
-            tail -1 "$out/check.txt"
-            grep -o "error [0-9.e+-]*" "$out/check.txt" | sort -g -k2 | tail -1 || true
+        check | check-*)
+            timeout 200 "$harness" "$step" >"$out/$step.txt" 2>&1 || true
+            grep -E "FAIL|failed|error:" "$out/$step.txt" | head -40 || true
+            tail -1 "$out/$step.txt"
+            grep -o "error [0-9.e+-]*" "$out/$step.txt" | sort -g -k2 | tail -1 || true
             ;;
         time | time-*)
             timeout 240 "$harness" "$step" 2>&1 | tee "$out/$step.txt"

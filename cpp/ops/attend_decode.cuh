@@ -9,14 +9,16 @@
 // Far rows come tile by tile, as their bits in AttendArgs::far_bits say. Summaries are an extra score tile whose rows are handed
 // to the keys of their groups by shuffles. Rows are copied to shared memory ahead of time: the keys of the next tile as soon as
 // those of this one are done with, the values likewise. In a sparse attention a tile holds the cells of the next few groups on the
-// list of the query and KV head, and a block has one query. The exact cells are a list of their own, 16 a unit of work, and go to the
-// warps that have the fewest tiles.
+// list of the query and KV head, and a block has one query; where the list is made by the same kernel, the block attends the piece of it
+// that it has made (select_device.cuh). The exact cells are a list of their own, 16 a unit of work, and go to the warps that have the
+// fewest tiles.
 #pragma once
 
 #include "ops/attend_merge.cuh"
 #include "ops/attend_params.cuh"
 #include "ops/decode_rows.cuh"
 #include "ops/launch.cuh"
+#include "ops/select_device.cuh"
 
 namespace kvfold {
 namespace device {
@@ -250,13 +252,16 @@ __device__ __forceinline__ void attend_exact(const AttendParams & p, int head, i
 
 // --- the kernel ------------------------------------------------------------------------------------------------------
 
-// grid: x KV head, y split, z block of 8 * NB columns, or, when SPARSE, query, whose gqa columns they hold. Column c of a KV head
-// is query c / gqa, head c % gqa of the group.
-template <int D, int NB, int WARPS, bool SPARSE>
-__global__ void __launch_bounds__(DecodeShape<D, NB, WARPS>::threads, 1)
-    attend_decode(const __grid_constant__ AttendParams p) {
+// Which far cells are attended: all, those of lists, or those of lists that the kernel makes first.
+enum class Reads { all, listed, looked_up };
+
+// grid: x KV head, y split, z block of 8 * NB columns, or, unless everything is read, query, whose gqa columns they hold. Column c of
+// a KV head is query c / gqa, head c % gqa of the group. `look`: only for Reads::looked_up.
+template <int D, int NB, int WARPS, Reads READS>
+__device__ __forceinline__ void decode_block(const AttendParams & p, const SelectParams * look) {
     using S              = DecodeShape<D, NB, WARPS>;
     constexpr int     KW = S::key_words, VW = S::value_words, MT = 4 * VW;
+    constexpr bool    SPARSE = READS != Reads::all;
     extern __shared__ __align__(16) uint32_t shared[];
     __shared__ float2                        shared_ml[S::warps][8];
 
@@ -268,9 +273,11 @@ __global__ void __launch_bounds__(DecodeShape<D, NB, WARPS>::threads, 1)
     // Tiles are dealt out to the warps of all blocks in turn, and back again in the next round, and so on.
     const int32_t * list     = nullptr;
     int             n_listed = 0, n_tiles = (p.n_kv + kDecodeTile - 1) / kDecodeTile;
-    const int       step    = p.n_split * S::warps;
-    const int       me      = warp * p.n_split + int(blockIdx.y);
-    auto            tile_of = [&](int round) { return n_tiles - 1 - (round == 0 ? me : round * step + step - 1 - me); };
+    const int       all_warps = p.n_split * S::warps, this_warp = warp * p.n_split + int(blockIdx.y);
+    // or, when the block has a piece of the list to itself, to its own warps
+    const int step    = READS == Reads::looked_up ? S::warps : all_warps;
+    const int me      = READS == Reads::looked_up ? warp : this_warp;
+    auto      tile_of = [&](int round) { return n_tiles - 1 - (round == 0 ? me : round * step + step - 1 - me); };
 
     // The warp's tile in shared memory, and how it gets there. The keys and summaries of a tile are one commit, its values
     // another; keys are requested before values, so there is always one younger commit than the one waited for.
@@ -376,20 +383,34 @@ __global__ void __launch_bounds__(DecodeShape<D, NB, WARPS>::threads, 1)
     auto attend_units = [&](int unit) {
         half * const space = reinterpret_cast<half *>(keys + ((keys - shared) & 1));
 #pragma unroll 1
-        for (const int n_units = (p.n_exact + 15) / 16; unit < n_units; unit += step) {
+        for (const int n_units = (p.n_exact + 15) / 16; unit < n_units; unit += all_warps) {
             attend_exact<D, NB, WARPS>(p, head, unit, column0, space, q, sm, o);
         }
     };
 
     int         tile, after, entry = 0, next_entry = 0;
     TileRequest request;
-    if constexpr (SPARSE) {
+    if constexpr (READS == Reads::looked_up) {
+        static_assert(S::q_stride == LookupShape<D, NB, WARPS>::q_stride && kPieceCells == kDecodeTile);
+        __shared__ LookupShared<WARPS> look_up_shared;
+        const ListPiece                piece = look_up<D, NB, WARPS>(*look, shared, look_up_shared, q);
+        list                                 = piece.list;
+        n_listed                             = piece.n;
+        n_tiles                              = piece.n_tiles;
+        tile                                 = n_tiles - 1 - me;
+        after                                = tile - step;
+        entry                                = listed(tile);
+        next_entry                           = listed(after);
+        request                              = request_sight(tile, entry);
+        request_keys(tile, entry);
+        request_values(tile, entry);
+    } else if constexpr (SPARSE) {
         // Where the look-up is what ran before, everything but its result can be read while it is still at work.
         if (!p.after_lookup) {
             wait_for_earlier();
         }
         prepare_queries();
-        attend_units(step - 1 - me);
+        attend_units(all_warps - 1 - this_warp);
         __syncwarp();
         if (p.after_lookup) {
             wait_for_earlier();
@@ -420,14 +441,10 @@ __global__ void __launch_bounds__(DecodeShape<D, NB, WARPS>::threads, 1)
         const TileSight sight = sight_of(request, tile);
         request               = request_sight(after, next_entry);
         const uint32_t others = ~sight.far;
-        if (others == ~0u) {
+        if (!SPARSE && others == ~0u) {
             copy_wait<0>();  // or else a slow copy could meet the next
             request_keys(after, next_entry);
             request_values(after, next_entry);
-            if constexpr (SPARSE) {
-                entry      = next_entry;
-                next_entry = listed(after - step);
-            }
             continue;
         }
 
@@ -494,9 +511,11 @@ __global__ void __launch_bounds__(DecodeShape<D, NB, WARPS>::threads, 1)
     }
     copy_wait<0>();
 
-    if constexpr (!SPARSE) {
-        attend_units((n_tiles / step & 1) == 0 ? step - 1 - me
-                                               : me);  // first to warps that the last round has left out
+    // first to warps that the last round has left out
+    if constexpr (READS == Reads::all) {
+        attend_units((n_tiles / step & 1) == 0 ? step - 1 - me : me);
+    } else if constexpr (READS == Reads::looked_up) {
+        attend_units(all_warps - 1 - this_warp);
     }
     __syncthreads();  // what follows uses the memory of the tiles
     let_next_begin();
@@ -592,6 +611,9 @@ __global__ void __launch_bounds__(DecodeShape<D, NB, WARPS>::threads, 1)
         __threadfence();
         uint32_t * arrivals = &split_arrivals[p.arrival_slot][blockIdx.z * gridDim.x + head];
         last                = atomicInc(arrivals, p.n_split - 1) == p.n_split - 1;  // goes back to 0 by itself
+        if (READS == Reads::looked_up && last) {
+            leave_meetings(*look, blockIdx.z * gridDim.x + head);
+        }
     }
     __syncthreads();
     if (!last) {
@@ -621,6 +643,19 @@ __global__ void __launch_bounds__(DecodeShape<D, NB, WARPS>::threads, 1)
         }
         write_output<D>(p, query, h, total, make_float2((&shared_ml[0][0])[j].x, l), lane);
     }
+}
+
+template <int D, int NB, int WARPS, bool SPARSE>
+__global__ void __launch_bounds__(DecodeShape<D, NB, WARPS>::threads, 1)
+    attend_decode(const __grid_constant__ AttendParams p) {
+    decode_block<D, NB, WARPS, SPARSE ? Reads::listed : Reads::all>(p, nullptr);
+}
+
+// Look-up and attention; all blocks must be at work together, and merge in the kernel.
+template <int D, int NB, int WARPS>
+__global__ void __launch_bounds__(DecodeShape<D, NB, WARPS>::threads, 1)
+    attend_looked_up(const __grid_constant__ AttendParams p, const __grid_constant__ SelectParams look) {
+    decode_block<D, NB, WARPS, Reads::looked_up>(p, &look);
 }
 
 }  // namespace device

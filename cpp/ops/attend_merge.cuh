@@ -3,13 +3,13 @@
 #pragma once
 
 #include "ops/attend_params.cuh"
+#include "ops/launch.cuh"
 #include "ops/rotate_device.cuh"
 
 namespace kvfold {
 namespace device {
 
 // How many splits of an output have arrived; all zero between launches. Launches that may overlap use different slots.
-constexpr int              kArrivalSlots = 64, kArrivals = 256;
 static __device__ uint32_t split_arrivals[kArrivalSlots][kArrivals];
 
 // Sum of weighted values, and maximum and sum of weights -> the output.

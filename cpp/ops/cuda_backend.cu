@@ -34,6 +34,19 @@ void * scratch_of(const ggml_tensor * node) {
     return reinterpret_cast<void *>((end + kScratchAlignment - 1) / kScratchAlignment * kScratchAlignment);
 }
 
+// A look-up that is left to the attention behind it, to be one launch. The attention of the same layer is next in the graph, unless the
+// look-up makes a pool, which is not counted.
+bool is_deferred_look_up(const ggml_tensor * selection) {
+    const NodeParams p = node_params(selection);
+    return NodeOp(p.op) == NodeOp::select && !(p.lookup_max == 0 && p.min_tokens != 0);
+}
+
+// Does an attention have its own look-up, or another layer's?
+bool looks_up(const ggml_tensor * attend) {
+    const ggml_tensor * selection = attend->src[attend_src::selection];
+    return selection != nullptr && selection->src[select_src::q] == attend->src[attend_src::q];
+}
+
 bool packed(const ggml_tensor * t, ggml_type type) {
     return t != nullptr && t->type == type && t->nb[0] == ggml_type_size(type);
 }
@@ -47,11 +60,13 @@ size_t cuda_scratch(int device_id, const ggml_tensor * node) {
     const CudaDevice device = the_device(device_id);
     size_t           bytes  = 0;
     if (NodeOp(node_params(node).op) == NodeOp::select) {
-        bytes = kv_select_cuda_scratch(select_args(node), device);
+        bytes = is_deferred_look_up(node) ? 0 : kv_select_cuda_scratch(select_args(node), device);
     } else if (NodeOp(node_params(node).op) == NodeOp::attend) {
-        bytes = node->src[attend_src::selection] != nullptr
-                    ? kv_attend_sparse_cuda_scratch(sparse_attend_args(node), device)
-                    : kv_attend_cuda_scratch(attend_args(node), device);
+        const ggml_tensor * selection = node->src[attend_src::selection];
+        bytes = selection == nullptr ? kv_attend_cuda_scratch(attend_args(node), device)
+                : looks_up(node) && is_deferred_look_up(selection)
+                    ? kv_select_attend_cuda_scratch(select_args(selection), sparse_attend_args(node), device)
+                    : kv_attend_sparse_cuda_scratch(sparse_attend_args(node), device);
     }
     return bytes > 0 ? bytes + kScratchAlignment - 1 : 0;
 }
@@ -67,18 +82,21 @@ bool cuda_compute(ggml_backend_cuda_context & ctx, ggml_tensor * node) {
     switch (NodeOp(node_params(node).op)) {
     case NodeOp::attend:
         pending.clear();
-        if (node->src[attend_src::selection] != nullptr) {
-            // A layer that uses its own look-up has it right before its attention; one that uses another's has not.
-            const ggml_tensor *    selection    = node->src[attend_src::selection];
-            const bool             after_lookup = selection->src[select_src::q] == node->src[attend_src::q];
-            const SparseAttendArgs a            = sparse_attend_args(node);
-            kv_attend_sparse_cuda(a, after_lookup, device, scratch_of(node), stream);
+        if (const ggml_tensor * selection = node->src[attend_src::selection]; selection != nullptr) {
+            const SparseAttendArgs a = sparse_attend_args(node);
+            if (looks_up(node) && is_deferred_look_up(selection)) {
+                kv_select_attend_cuda(select_args(selection), a, device, scratch_of(node), stream);
+            } else {
+                kv_attend_sparse_cuda(a, looks_up(node), device, scratch_of(node), stream);
+            }
         } else {
             kv_attend_cuda(attend_args(node), device, scratch_of(node), stream);
         }
         break;
     case NodeOp::select:
-        kv_select_cuda(select_args(node), device, scratch_of(node), stream);
+        if (!is_deferred_look_up(node)) {
+            kv_select_cuda(select_args(node), device, scratch_of(node), stream);
+        }
         break;
     case NodeOp::fold:
         if (!is_deferred(node)) {

@@ -78,7 +78,8 @@ struct GatheredRows {
                                          int step) const {
         to += copy.row * FarRows<D>::stride + copy.word;
         base += copy.word;
-#pragma unroll
+        // Not unrolled: a warp has few tiles, so that fetching instructions takes longer than executing them.
+#pragma unroll 1
         for (int i = 0; i < ROWS; i += 3) {
             const int j = i + copy.row, from = cell(j);
             if (copy.row < 3 && j < n && j < ROWS) {
@@ -92,6 +93,7 @@ struct GatheredRows {
                                                    int step, int n_sums) const {
         to += copy.row * FarRows<D>::stride + copy.word;
         base += copy.word;
+#pragma unroll 1
         for (int i = 0; i < n_sums; i += 3) {
             const int j = i + copy.row, group = __shfl_sync(~0u, entry, j & 31);
             if (copy.row < 3 && j << group_shift < n) {

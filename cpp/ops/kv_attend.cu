@@ -1,9 +1,8 @@
 // kv_attend on CUDA: which kernel, how many splits, where its scratch goes.
 #include <algorithm>
-#include <mutex>
-#include <unordered_map>
 
 #include "ops/attend_decode.cuh"
+#include "ops/attend_launch.cuh"
 #include "ops/attend_merge.cuh"
 #include "ops/attend_prefill.cuh"
 #include "ops/attend_prefill_wgmma.cuh"
@@ -15,8 +14,6 @@ namespace kvfold {
 namespace {
 
 using device::AttendParams;
-
-static_assert(sizeof(ExactCell) == sizeof(int2), "kernels read an entry as one word");
 
 // The prefill kernel of a head size. Turing has at most 64 KiB of shared memory a block.
 template <int D, bool SMALL>
@@ -47,8 +44,6 @@ struct Plan {
     int    heads;  // KV heads of a launch
     size_t scratch;
 };
-
-int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 // Splits are chosen so that the device is full once, and no more: every one costs a partial result. `sparse`: where the lists of
 // groups are; null: dense.
@@ -210,31 +205,6 @@ void launch(const AttendParams & p, const Plan & plan, const CudaDevice & device
     }
 }
 
-// Launches of one stream run one after the other, so each stream has its own counters. Negative when there are none left.
-int arrival_slot(cudaStream_t stream) {
-    static std::mutex                            mutex;
-    static std::unordered_map<cudaStream_t, int> slots;
-    const std::lock_guard<std::mutex>            lock(mutex);
-    const auto                                   found = slots.find(stream);
-    if (found != slots.end()) {
-        return found->second;
-    }
-    const int slot = int(slots.size());
-    if (slot >= device::kArrivalSlots) {
-        return -1;
-    }
-    slots.emplace(stream, slot);
-    return slot;
-}
-
-int log2_of(int x) {
-    int n = 0;
-    while ((1 << n) < x) {
-        ++n;
-    }
-    return n;
-}
-
 }  // namespace
 
 const char * kv_ops_cuda_refusal(int32_t n_head_kv, int32_t head_dim, int32_t group, int32_t n_head) {
@@ -258,47 +228,16 @@ void attend(const AttendArgs & a, const SparseAttendArgs * sparse, bool after_lo
         return;
     }
     const Plan   plan = make_plan(a, device, sparse);
-    AttendParams p{};
-    p.far_k    = reinterpret_cast<const uint32_t *>(a.mem.far_k);
-    p.far_v    = reinterpret_cast<const uint32_t *>(a.mem.far_v);
-    p.summary  = reinterpret_cast<const uint32_t *>(a.mem.side);
-    p.near_k   = reinterpret_cast<const half *>(a.mem.near_k);
-    p.near_v   = reinterpret_cast<const half *>(a.mem.near_v);
-    p.cur_k    = a.cur.k;
-    p.cur_v    = a.cur.v;
-    p.far_bits = a.far_bits;
+    AttendParams p    = attend_params(a);
+    p.part            = static_cast<float *>(scratch);
+    p.part_ml         = reinterpret_cast<float2 *>(static_cast<uint8_t *>(scratch) + plan.ml_offset);
+    p.n_split         = plan.n_split;
+    p.arrival_slot    = plan.prefill || plan.z * a.mem.n_head_kv > device::kArrivals ? -1 : arrival_slot(stream);
     if (sparse != nullptr) {
         p.selected     = sparse->selected;
         p.list_stride  = int32_t(group_list_stride(sparse->capacity));
         p.after_lookup = after_lookup;
     }
-    p.exact          = reinterpret_cast<const int2 *>(a.exact);
-    p.n_exact        = a.n_exact;
-    p.n_current      = a.cur.n_rows;
-    p.rot_k          = a.rot.k;
-    p.rot_v          = a.rot.v;
-    p.mask           = reinterpret_cast<const half *>(a.mask);
-    p.q              = a.q;
-    p.sinks          = a.sinks;
-    p.out            = a.out;
-    p.part           = static_cast<float *>(scratch);
-    p.part_ml        = reinterpret_cast<float2 *>(static_cast<uint8_t *>(scratch) + plan.ml_offset);
-    p.cur_k_stride   = a.cur.k_stride;
-    p.cur_v_stride   = a.cur.v_stride;
-    p.mask_stride    = a.mask_stride;
-    p.q_stride_query = a.q_stride_query;
-    p.q_stride_head  = a.q_stride_head;
-    p.n_head_kv      = a.mem.n_head_kv;
-    p.n_head         = a.n_head;
-    p.gqa            = a.n_head / a.mem.n_head_kv;
-    p.n_q            = a.n_q;
-    p.n_kv           = a.n_kv;
-    p.n_split        = plan.n_split;
-    p.arrival_slot   = plan.prefill || plan.z * a.mem.n_head_kv > device::kArrivals ? -1 : arrival_slot(stream);
-    p.group_shift    = log2_of(a.mem.group);
-    p.q_scale        = a.scale;
-    p.score_scale    = a.softcap == 0.0f ? device::kLog2E : 1.0f;
-    p.softcap        = a.softcap;
     if (plan.prefill) {
         auto * cell_src = reinterpret_cast<int32_t *>(static_cast<uint8_t *>(scratch) + plan.src_offset);
         spread_cells<<<ceil_div(p.n_kv, kSpreadCells), kSpreadCells, 0, stream>>>(p.far_bits, p.exact, p.n_exact,

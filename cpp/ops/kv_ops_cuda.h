@@ -40,6 +40,11 @@ const char * kv_select_cuda_refusal(const SelectArgs & a, const CudaDevice & dev
 size_t       kv_select_cuda_scratch(const SelectArgs & a, const CudaDevice & device);
 void         kv_select_cuda(const SelectArgs & a, const CudaDevice & device, void * scratch, cudaStream_t stream);
 size_t       kv_attend_sparse_cuda_scratch(const SparseAttendArgs & a, const CudaDevice & device);
+// kv_select and kv_attend_sparse of the same queries over the lists that it makes (which are written, too), by one launch where the
+// blocks of a list all have a multiprocessor.
+size_t kv_select_attend_cuda_scratch(const SelectArgs & a, const SparseAttendArgs & b, const CudaDevice & device);
+void kv_select_attend_cuda(const SelectArgs & a, const SparseAttendArgs & b, const CudaDevice & device, void * scratch,
+                           cudaStream_t stream);
 // `after_lookup`: what was queued last on the stream is the kv_select_cuda() of the same queries, all other arguments being ready
 // before that; the exact cells are then attended while it is still at work.
 void kv_attend_sparse_cuda(const SparseAttendArgs & a, bool after_lookup, const CudaDevice & device, void * scratch,
