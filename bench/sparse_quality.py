@@ -243,39 +243,6 @@ def combined(e: np.ndarray, seen: np.ndarray, how: str) -> np.ndarray:
     with np.errstate(divide="ignore"):
         return top + np.log(np.exp(e - top).sum(axis=0))
 
-    def spans(self, layer: int, kv: int, q: np.ndarray, seen: np.ndarray, e: np.ndarray, cells: np.ndarray):
-        """The groups of ``seen`` that are in the best spans of 128 tokens, or in spans that are not seen as a whole.
-
-        A span is worth what its tokens really get ("exact"), what a "sample" of every eighth group gets, or what the
-        mean of its summaries says with half the "variance" of each channel, both in FP4 (two rows a span to be kept).
-        """
-        m = self.coded.m
-        size, n = 128 // m, seen.shape[1] * m // 128
-        whole = seen[:, : n * size].reshape(len(seen), n, size).all(axis=2)
-        if self.rule.span_score == "variance":
-            from kvfold import _runtime
-
-            core = _runtime.load()
-            keys = self.coded.summary[layer, kv][: n * size].reshape(n, size, -1)
-            inner = self.coded.spread[layer, kv][: n * size].reshape(n, size).mean(axis=1)
-            rows = keys.mean(axis=1), np.sqrt(keys.var(axis=1) + inner[:, None])
-            mean, deviation = (core.fp4_decode(core.fp4_encode(np.ascontiguousarray(r))) for r in rows)
-            score = q @ mean.T + 0.5 * (q**2 @ (deviation**2).T)
-        else:
-            exact = self.rule.span_score == "exact"
-            members, size_of = (cells, 128) if exact else (e[:, :, 4::8], size // 8)
-            per_span = members[:, :, : n * size_of].reshape(*e.shape[:2], n, size_of)
-            top = per_span.max(axis=3)
-            score = top + np.log(np.exp(per_span - top[..., None]).sum(axis=3))
-        p = np.where(whole, combined(score, whole, self.rule.combine), -np.inf)
-        order = np.argsort(-p, axis=1)
-        chosen = np.zeros_like(whole)
-        wanted = np.ceil(self.rule.pool * whole.sum(axis=1))
-        np.put_along_axis(chosen, order, np.arange(n)[None, :] < wanted[:, None], axis=1)
-        within = seen.copy()
-        within[:, : n * size] &= np.repeat(chosen | ~whole, size, axis=1)
-        return within
-
 
 def mean_value(of: str, far: np.ndarray, read: np.ndarray, causal: np.ndarray, values: tuple) -> np.ndarray:
     """Plain mean of values per query, ``[n_q, head_dim]``; ``values``: far and exact ones of the prefix, own ones."""
@@ -378,6 +345,39 @@ class SparseAttention:
         taken = take(combined(e, within, rule.combine), within, rule, rule.look, seen.sum(axis=1))
         self.taken[kv] = taken
         return taken, e
+
+    def spans(self, layer: int, kv: int, q: np.ndarray, seen: np.ndarray, e: np.ndarray, cells: np.ndarray):
+        """The groups of ``seen`` that are in the best spans of 128 tokens, or in spans that are not seen as a whole.
+
+        A span is worth what its tokens really get ("exact"), what a "sample" of every eighth group gets, or what the
+        mean of its summaries says with half the "variance" of each channel, both in FP4 (two rows a span to be kept).
+        """
+        m = self.coded.m
+        size, n = 128 // m, seen.shape[1] * m // 128
+        whole = seen[:, : n * size].reshape(len(seen), n, size).all(axis=2)
+        if self.rule.span_score == "variance":
+            from kvfold import _runtime
+
+            core = _runtime.load()
+            keys = self.coded.summary[layer, kv][: n * size].reshape(n, size, -1)
+            inner = self.coded.spread[layer, kv][: n * size].reshape(n, size).mean(axis=1)
+            rows = keys.mean(axis=1), np.sqrt(keys.var(axis=1) + inner[:, None])
+            mean, deviation = (core.fp4_decode(core.fp4_encode(np.ascontiguousarray(r))) for r in rows)
+            score = q @ mean.T + 0.5 * (q**2 @ (deviation**2).T)
+        else:
+            exact = self.rule.span_score == "exact"
+            members, size_of = (cells, 128) if exact else (e[:, :, 4::8], size // 8)
+            per_span = members[:, :, : n * size_of].reshape(*e.shape[:2], n, size_of)
+            top = per_span.max(axis=3)
+            score = top + np.log(np.exp(per_span - top[..., None]).sum(axis=3))
+        p = np.where(whole, combined(score, whole, self.rule.combine), -np.inf)
+        order = np.argsort(-p, axis=1)
+        chosen = np.zeros_like(whole)
+        wanted = np.ceil(self.rule.pool * whole.sum(axis=1))
+        np.put_along_axis(chosen, order, np.arange(n)[None, :] < wanted[:, None], axis=1)
+        within = seen.copy()
+        within[:, : n * size] &= np.repeat(chosen | ~whole, size, axis=1)
+        return within
 
 
 # --- runs -------------------------------------------------------------------------------------------------------------
