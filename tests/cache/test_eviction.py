@@ -241,6 +241,43 @@ def test_two_hundred_rounds(evicting) -> None:
     assert context.stats()["tokens"] >= KEEP * N_CTX
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_random_edits(evicting, seed: int) -> None:
+    """Three sequences that grow, are cut, copied, saved and restored, and look up: finite numbers, no cell lost."""
+    rng = np.random.default_rng(seed)
+    context = evicting(
+        n_seq=3,
+        n_ubatch=64,
+        score=("keydiff+attn", "recent", "vnorm")[seed % 3],
+        keep=(0.4, 0.6, 0.8)[seed % 3],
+        lookup="0.3",
+        min_context=50,
+    )
+    for _ in range(100):
+        action, seq = int(rng.integers(10)), int(rng.integers(3))
+        if action < 6:
+            try:
+                logits = context.feed(
+                    text(action, int(rng.integers(1, 64))), seq=seq, chunk=int(rng.choice([1, 13, 64]))
+                )
+                assert np.isfinite(logits).all()
+            except HarnessError as error:  # full: every sequence is down to its share
+                assert "returned 1" in str(error)
+                context.seq_rm(int(rng.integers(3)))
+        elif action == 6 and context.pos_max(seq) > 5:
+            context.seq_rm(seq, int(rng.integers(1, context.pos_max(seq))))
+        elif action == 7:
+            context.seq_rm((seq + 1) % 3)
+            context.seq_cp(seq, (seq + 1) % 3)
+        elif action == 8:
+            state = context.state()
+            assert context.set_state(state) == len(state)
+        stats = context.stats()
+        parts = [held(context, s).sum() for s in range(3) if context.pos_max(s) >= 0]
+        assert max(parts, default=0) <= stats["tokens"] <= min(sum(parts), stats["n_cells"])
+    assert context.stats()["evicted_tokens"] > 0
+
+
 def test_after_an_abort(evicting) -> None:
     """A graph that breaks off right after an eviction: the tokens can be given again."""
     context, calm = evicting(), evicting()
