@@ -52,7 +52,7 @@ FOLDED = (64, 36)
 GROUPS = {"fp4": 32, "fp4_csa2": 4}
 TAIL, SINKS, WINDOW_TYPE = 128, 4, "f16"  # defaults of kv_tail, kv_sinks and kv_swa_type
 # Look-up (fp4_csa2): the first layers stay dense; defaults of kv_lookup, kv_min_tokens and, on a GPU, kv_min_context.
-DENSE_LAYERS, LOOKUP, MIN_TOKENS, MIN_CONTEXT = 2, 0.2, 256, 131072
+DENSE_LAYERS, LOOKUP, MIN_TOKENS, MIN_CONTEXT = 2, 0.2, 256, 2**31 - 1
 
 
 def row_bytes(block: tuple[int, int], values: int) -> int:

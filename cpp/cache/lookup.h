@@ -9,10 +9,10 @@
 namespace kvfold {
 
 constexpr uint32_t kLookupQueries = 16;  // tokens of a micro-batch that looks up, at most: it is a means for decoding
-// From where on looking up is faster than reading everything, by where the cache is: a GPU reads so fast that scores and
-// lists only pay in very long contexts. The default of kvfold_config::min_context.
+// From where on looking up is faster than reading everything, by where the cache is. The default of kvfold_config::min_context. A GPU
+// reads so fast that scores and lists take most of what is saved, and no whole model has been timed with them: only when asked for.
 constexpr int32_t kMinContextCpu = 4096;
-constexpr int32_t kMinContextGpu = 131072;
+constexpr int32_t kMinContextGpu = INT32_MAX;
 
 constexpr int32_t kPoolTokens = 16384;  // what reindex layers choose from
 

@@ -62,10 +62,10 @@ void kvfold_add_args(std::vector<common_arg> & options) {
             option("--kv-min-tokens", "N", "fp4_csa2: folded tokens that are read at least (default: 256)",
                    "LLAMA_ARG_KV_MIN_TOKENS",
                    [](common_params &, const std::string & value) { kvfold::set_kv_option("kv_min_tokens", value); }));
-        options.push_back(option(
-            "--kv-min-context", "N", "fp4_csa2: shorter sequences are read whole (default: 4096, on a GPU 131072)",
-            "LLAMA_ARG_KV_MIN_CONTEXT",
-            [](common_params &, const std::string & value) { kvfold::set_kv_option("kv_min_context", value); }));
+        options.push_back(
+            option("--kv-min-context", "N", "fp4_csa2: shorter sequences are read whole (default: 4096, on a GPU all)",
+                   "LLAMA_ARG_KV_MIN_CONTEXT",
+                   [](common_params &, const std::string & value) { kvfold::set_kv_option("kv_min_context", value); }));
         options.push_back(option(
             "--kv-layers", "MODES",
             "fp4_csa2: auto, or what each layer does: dense, full, reuse, reindex, window, as in dense*2,full,reuse*3",

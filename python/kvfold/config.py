@@ -66,7 +66,7 @@ DEFAULT_LOOKUP = (0.1, 0.2)
 DEFAULT_THRESHOLD = 0.1
 DEFAULT_MIN_TOKENS = 256
 #: The default of kv_min_context, which the runtime chooses by where the cache is: on the CPU, with layers on a GPU.
-DEFAULT_MIN_CONTEXTS = (4096, 131072)
+DEFAULT_MIN_CONTEXTS = (4096, 2**31 - 1)
 _MAX_MIN_TOKENS = 65535
 
 #: Eviction: which part of its context a cache has room for, and which tokens go first, for the types that evict.
@@ -185,7 +185,7 @@ class KvConfig:
         threshold: share of the estimated attention that may stay unread between those (``kv_threshold``).
         min_tokens: folded tokens that are read at least (``kv_min_tokens``).
         min_context: sequences with fewer tokens are read whole (``kv_min_context``). ``None`` stays: the runtime takes
-            4096, or 131072 with layers on a GPU.
+            4096, and with layers on a GPU all are.
         layers: what each layer does, see ``kvfold.layer_modes`` (``kv_layers``).
         alignment: ``fp4_csa2`` on the CPU: compare every look-up with attention over everything, for
             ``Llama.kv.alignment()``; slow (``kv_alignment``).

@@ -121,7 +121,7 @@ class Llama(llama_cpp.Llama):
             ``(smallest, largest)``, default (0.1, 0.2); 1 reads everything.
         kv_threshold: share of the estimated attention that may stay unread between those, default 0.1.
         kv_min_tokens: folded tokens that are read at least, default 256.
-        kv_min_context: sequences with fewer tokens are read whole, default 4096, or 131072 with layers on a GPU.
+        kv_min_context: sequences with fewer tokens are read whole, default 4096; with layers on a GPU all are.
         kv_layers: what each layer does, default ``auto`` (see ``kvfold.layer_modes``).
         kv_alignment: compare every look-up with attention over everything, for ``kv.alignment()``; slow, on the CPU.
         kv_keep: ``fp4_csa2_ced``: share of ``n_ctx`` that the cache has room for, default 0.78. When it is full, tokens

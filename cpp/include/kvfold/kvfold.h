@@ -63,7 +63,7 @@ struct kvfold_config {
     float   lookup_max;  /* and at most; 1: all are read always */
     float   threshold;   /* share of the estimated attention that may stay unread between them; < 0: default */
     int32_t min_tokens;  /* far tokens that are read at least, 0 .. 65535; < 0: default */
-    int32_t min_context; /* shorter sequences are read whole; < 0: 4096, with layers on a GPU 131072 */
+    int32_t min_context; /* shorter sequences are read whole; < 0: 4096, with layers on a GPU all are */
     char    layers[KVFOLD_LAYERS_SIZE]; /* what each layer does, see kvfold_config_set; empty: auto */
     bool
         alignment; /* compare every look-up with attention over everything, see kvfold_get_alignment; slow, on the CPU */

@@ -81,7 +81,7 @@ def add_kv_options(parser: argparse.ArgumentParser, default: str | None) -> None
         "--kv-min-context",
         type=int,
         metavar="N",
-        help="fp4_csa2: shorter sequences are read whole (default: 4096, on a GPU 131072)",
+        help="fp4_csa2: shorter sequences are read whole (default: 4096, on a GPU all)",
     )
     group.add_argument(
         "--kv-layers", metavar="MODES", help="fp4_csa2: auto, or what each layer does, as dense*2,full (default: auto)"
