@@ -232,7 +232,7 @@ def largest_ubatch(config: KvConfig, n_ctx: int, n_seq: int) -> int:
 
 
 def bytes_per_token(layers: list[CacheLayer], config: KvConfig) -> float:
-    """What one more token costs in the layers that keep the whole context."""
+    """What one more token of context costs in the layers that keep the whole context, or a ``keep`` share of it."""
     if not config.folds:
         block = _BLOCKS[config.kv_type]
         return sum(_row_bytes(block, y.n_head_kv * c) for y in layers if not y.window for c in (y.head_k, y.head_v))
@@ -241,7 +241,7 @@ def bytes_per_token(layers: list[CacheLayer], config: KvConfig) -> float:
         if not layer.window:
             row = _row_bytes(_FOLDED_BLOCK, layer.n_head_kv * layer.head_k)
             total += 2 * row + (row + 2 * layer.n_head_kv) / int(config.group or 1)
-    return total
+    return total * min(1.0, 1.0 if config.keep is None else config.keep)
 
 
 # -- which layers keep what --------------------------------------------------------------------------------------------
