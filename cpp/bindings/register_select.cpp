@@ -85,6 +85,16 @@ py::tuple select(const py::array & far_k, const py::array & far_v, const py::arr
     return py::make_tuple(selected, counters[0], counters[1], unread);
 }
 
+// Attention over lists: all arguments but `out` and `unread`. They point into the arrays and into `lists`.
+SparseAttendArgs sparse_arguments(const LayerMemory & mem, const py::array & cur_k, const py::array & cur_v,
+                                  const QueryArrays & x, const py::array & selected, CellLists & lists) {
+    SparseAttendArgs a{};
+    a.attend   = attend_arguments(mem, current_rows(cur_k, cur_v, mem.n_head_kv, mem.head_dim), x, lists);
+    a.selected = require_lists("selected", selected, a.attend.n_q, mem.n_head_kv, groups_of(a.attend));
+    a.capacity = int32_t(selected.shape(2)) - 1;
+    return a;
+}
+
 py::array_t<float> attend_sparse(const py::array & far_k, const py::array & far_v, const py::array & side,
                                  const py::array & near_k, const py::array & near_v, const py::array & cur_k,
                                  const py::array & cur_v, const py::array & cell_src, const py::array & q,
@@ -92,18 +102,15 @@ py::array_t<float> attend_sparse(const py::array & far_k, const py::array & far_
                                  const std::optional<py::array> & sinks, const std::optional<py::array> & unread,
                                  int group, float scale, float softcap, const RotationSizes & rotation, int n_threads) {
     require_threads(n_threads);
-    const LayerMemory mem = layer_memory({far_k, far_v, side, near_k, near_v, group}, false);
-    CellLists         lists;
-    SparseAttendArgs  a{};
-    a.attend   = attend_arguments(mem, current_rows(cur_k, cur_v, mem.n_head_kv, mem.head_dim),
-                                  {cell_src, q, mask, sinks, scale, softcap, rotation}, lists);
-    a.selected = require_lists("selected", selected, a.attend.n_q, mem.n_head_kv, groups_of(a.attend));
-    a.capacity = int32_t(selected.shape(2)) - 1;
+    CellLists        lists;
+    SparseAttendArgs a = sparse_arguments(layer_memory({far_k, far_v, side, near_k, near_v, group}, false), cur_k,
+                                          cur_v, {cell_src, q, mask, sinks, scale, softcap, rotation}, selected, lists);
     if (unread) {
         a.unread =
             static_cast<const float *>(require("unread", *unread, Element::f32, {a.attend.n_q, a.attend.n_head}));
     }
-    py::array_t<float> out({py::ssize_t(a.attend.n_q), py::ssize_t(a.attend.n_head), py::ssize_t(mem.head_dim)});
+    py::array_t<float> out(
+        {py::ssize_t(a.attend.n_q), py::ssize_t(a.attend.n_head), py::ssize_t(a.attend.mem.head_dim)});
     a.attend.out = out.mutable_data();
     run(n_threads, kv_attend_sparse_scratch(a, n_threads), [&a](const Threads & t) { kv_attend_sparse(a, t); });
     return out;
@@ -116,13 +123,9 @@ py::array_t<double> align(const py::array & far_k, const py::array & far_v, cons
                           const std::optional<py::array> & sinks, int group, float scale, float softcap,
                           const RotationSizes & rotation, int n_threads) {
     require_threads(n_threads);
-    const LayerMemory mem = layer_memory({far_k, far_v, side, near_k, near_v, group}, false);
-    CellLists         lists;
-    SparseAttendArgs  a{};
-    a.attend   = attend_arguments(mem, current_rows(cur_k, cur_v, mem.n_head_kv, mem.head_dim),
-                                  {cell_src, q, mask, sinks, scale, softcap, rotation}, lists);
-    a.selected = require_lists("selected", selected, a.attend.n_q, mem.n_head_kv, groups_of(a.attend));
-    a.capacity = int32_t(selected.shape(2)) - 1;
+    CellLists        lists;
+    SparseAttendArgs a = sparse_arguments(layer_memory({far_k, far_v, side, near_k, near_v, group}, false), cur_k,
+                                          cur_v, {cell_src, q, mask, sinks, scale, softcap, rotation}, selected, lists);
     py::array_t<double> sums({py::ssize_t(a.attend.n_head), py::ssize_t(sizeof(Alignment) / sizeof(double))});
     std::fill_n(sums.mutable_data(), sums.size(), 0.0);
     auto * to = reinterpret_cast<Alignment *>(sums.mutable_data());
