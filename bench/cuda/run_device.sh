@@ -20,6 +20,7 @@ compile -c cpp/ops/kv_fold.cu -o "$build/fold.o"
 compile -c cpp/ops/kv_store.cu -o "$build/store.o"
 compile -c cpp/ops/kv_select.cu -o "$build/select.o"
 compile -c cpp/ops/kv_select.cpp -o "$build/select_cpu.o"
+compile -c cpp/ops/kv_attend_sparse.cpp -o "$build/sparse_cpu.o"
 compile -c cpp/ops/kv_fold.cpp -o "$build/fold_cpu.o"
 compile -c cpp/ops/rotate.cpp -o "$build/rotate.o"
 compile -c cpp/format/fp4_codec.cpp -o "$build/codec.o"
@@ -33,7 +34,7 @@ compile -Xptxas -v -c cpp/ops/kv_attend.cu -o "$build/attend.o" 2>"$out/ptxas.tx
 for p in "${pids[@]}"; do
     wait "$p"
 done
-nvcc -arch="$arch" "$build"/{harness,fold,store,select,fold_cpu,select_cpu,rotate,codec,attend}.o "${extra[@]}" -o "$build/harness"
+nvcc -arch="$arch" "$build"/{harness,fold,store,select,fold_cpu,select_cpu,sparse_cpu,rotate,codec,attend}.o "${extra[@]}" -o "$build/harness"
 harness=$build/harness
 
 for step in "${steps[@]}"; do

@@ -200,11 +200,9 @@ void keep_with_cache(const llm_graph_context & g, const CacheLayer & layer, ggml
 ggml_tensor * select_groups(const llm_graph_context & g, const kvfold_cache & cache, NodeSpec spec, ggml_tensor * q,
                             ggml_tensor * mask, PlanInput & input, int il) {
     const kvfold_config & config = cache.config;
-    // Only the CPU's attention has something stand in for what is not read.
-    const bool can_stand_in = ggml_backend_buffer_is_host(spec.layer.far_k->buffer);
     const auto select = [&](const LookupBudget & budget, ggml_tensor * pool, int32_t capacity, const char * what) {
         spec.budget          = budget;
-        const bool    unread = can_stand_in && budget.lookup_max > 0.0f;
+        const bool    unread = budget.lookup_max > 0.0f;
         ggml_tensor * node   = select_node(g.ctx0, spec, q, input.words, mask, pool, capacity, unread);
         ggml_format_name(node, "kvfold_%s-%d", what, il);
         keep_with_cache(g, spec.layer, node);

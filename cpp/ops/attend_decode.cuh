@@ -20,6 +20,8 @@
 #include "ops/launch.cuh"
 #include "ops/select_device.cuh"
 
+#include <type_traits>
+
 namespace kvfold {
 namespace device {
 
@@ -164,25 +166,25 @@ __device__ __forceinline__ TileSight tile_sight(const AttendParams & p, const Ti
 }
 
 // A score after the mask, for a column (query, head of the group) of the KV head. `none`: the cell has no part in this;
-// `flat`: as in TileSight.
+// `flat`: as in TileSight. Columns from n_columns on have scores of 0, and see what the last query before them sees.
 __device__ __forceinline__ float mask_score(const AttendParams & p, float score, int cell, bool none, bool flat,
-                                            int column) {
+                                            int column, int n_columns) {
     if (none) {
         return -INFINITY;
     }
-    if (flat || column >= p.n_q * p.gqa) {  // a column of nobody, or in a sparse attention perhaps the next block's
+    if (flat) {
         return score;
     }
-    const float m = __half2float(p.mask[column_query(p, column) * p.mask_stride + cell]);
-    return m == -INFINITY ? m : score + m * kLog2E;
+    const float m = __half2float(p.mask[column_query(p, min(column, n_columns - 1)) * p.mask_stride + cell]);
+    return m == -INFINITY ? m : column < n_columns ? score + m * kLog2E : score;
 }
 
 // --- near and current rows -------------------------------------------------------------------------------------------
 
 // Entries 16 unit .. 16 unit + 15 of the list of exact cells. `space`: shared memory of the warp, kSharedRows rows of D halves.
 template <int D, int NB, int WARPS>
-__device__ __forceinline__ void attend_exact(const AttendParams & p, int head, int unit, int column0, half * space,
-                                             const uint32_t (&q)[NB][D / 32][4], Softmax<NB> & sm,
+__device__ __forceinline__ void attend_exact(const AttendParams & p, int head, int unit, int column0, int n_columns,
+                                             half * space, const uint32_t (&q)[NB][D / 32][4], Softmax<NB> & sm,
                                              float (&o)[NB][D / 16][4]) {
     using S          = DecodeShape<D, NB, WARPS>;
     constexpr int KW = S::key_words, VW = S::value_words;
@@ -239,7 +241,7 @@ __device__ __forceinline__ void attend_exact(const AttendParams & p, int head, i
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
             s[nb][c] = mask_score(p, s[nb][c], cell[c >> 1], none[c >> 1], p.mask == nullptr,
-                                  column0 + 8 * nb + 2 * t + (c & 1));
+                                  column0 + 8 * nb + 2 * t + (c & 1), n_columns);
         }
         top[nb][0] = fmaxf(s[nb][0], s[nb][2]);
         top[nb][1] = fmaxf(s[nb][1], s[nb][3]);
@@ -264,6 +266,7 @@ __device__ __forceinline__ void decode_block(const AttendParams & p, const Selec
     constexpr bool    SPARSE = READS != Reads::all;
     extern __shared__ __align__(16) uint32_t shared[];
     __shared__ float2                        shared_ml[S::warps][8];
+    __shared__ std::conditional_t<READS == Reads::looked_up, LookupShared<WARPS>, char> look_up_shared;
 
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, t = lane & 3, r = lane >> 2;
     const int head = blockIdx.x, column0 = blockIdx.z * (SPARSE ? p.gqa : S::columns);
@@ -384,26 +387,30 @@ __device__ __forceinline__ void decode_block(const AttendParams & p, const Selec
         half * const space = reinterpret_cast<half *>(keys + ((keys - shared) & 1));
 #pragma unroll 1
         for (const int n_units = (p.n_exact + 15) / 16; unit < n_units; unit += all_warps) {
-            attend_exact<D, NB, WARPS>(p, head, unit, column0, space, q, sm, o);
+            attend_exact<D, NB, WARPS>(p, head, unit, column0, n_columns, space, q, sm, o);
         }
     };
 
     int         tile, after, entry = 0, next_entry = 0;
+    bool        all_taken = false;  // by a look-up
     TileRequest request;
     if constexpr (READS == Reads::looked_up) {
         static_assert(S::q_stride == LookupShape<D, NB, WARPS>::q_stride && kPieceCells == kDecodeTile);
-        __shared__ LookupShared<WARPS> look_up_shared;
-        const ListPiece                piece = look_up<D, NB, WARPS>(*look, shared, look_up_shared, q);
-        list                                 = piece.list;
-        n_listed                             = piece.n;
-        n_tiles                              = piece.n_tiles;
-        tile                                 = n_tiles - 1 - me;
-        after                                = tile - step;
-        entry                                = listed(tile);
-        next_entry                           = listed(after);
-        request                              = request_sight(tile, entry);
+        const ListPiece piece = look_up<D, NB, WARPS>(*look, shared, look_up_shared, q);
+        list                  = piece.list;
+        n_listed              = piece.n;
+        n_tiles               = piece.n_tiles;
+        all_taken             = piece.all_taken;
+        tile                  = n_tiles - 1 - me;
+        after                 = tile - step;
+        entry                 = listed(tile);
+        next_entry            = listed(after);
+        request               = request_sight(tile, entry);
         request_keys(tile, entry);
         request_values(tile, entry);
+        if (p.stands_in) {
+            tell_read<WARPS>(*look, blockIdx.z * p.n_head_kv + head, piece, look_up_shared);
+        }
     } else if constexpr (SPARSE) {
         // Where the look-up is what ran before, everything but its result can be read while it is still at work.
         if (!p.after_lookup) {
@@ -482,7 +489,7 @@ __device__ __forceinline__ void decode_block(const AttendParams & p, const Selec
                         const int j    = 16 * i + r + 8 * (c >> 1);
                         const int cell = SPARSE ? gathered(tile, entry).cell(j) : cell0 + j;
                         s[i][nb][c]    = mask_score(p, s[i][nb][c], cell, others >> j & 1u, sight.flat,
-                                                    column0 + 8 * nb + 2 * t + (c & 1));
+                                                    column0 + 8 * nb + 2 * t + (c & 1), n_columns);
                     }
                 }
             }
@@ -520,9 +527,14 @@ __device__ __forceinline__ void decode_block(const AttendParams & p, const Selec
     __syncthreads();  // what follows uses the memory of the tiles
     let_next_begin();
 
-    // Merge the warps: accumulators are brought to a common maximum, then added up, 64 channels at a time.
-    const int n_own = min(S::columns, n_columns - column0);
-    float *   acc   = reinterpret_cast<float *>(shared + S::q_words);  // [warp][column][64 channels: index, r]
+    // Merge the warps: accumulators are brought to a common maximum, then added up, 64 channels at a time. A column that belongs to
+    // nobody has scores of 0, so its weights are 1: where the mean value stands in for something, the first of them is its sum.
+    const bool stands_in = SPARSE && p.stands_in;
+    const int  n_heads = min(S::columns, n_columns - column0), n_own = n_heads + (stands_in ? 1 : 0);
+    const auto part_row = [&](int j, int query, int h) {
+        return j < n_heads ? query * p.n_head + h : mean_row(p, query0, head);
+    };
+    float * acc = reinterpret_cast<float *>(shared + S::q_words);  // [warp][column][64 channels: index, r]
 #pragma unroll
     for (int nb = 0; nb < NB; ++nb) {
         float own[2], top[2] = {kNoScore, kNoScore}, l[2] = {0.0f, 0.0f};
@@ -571,16 +583,16 @@ __device__ __forceinline__ void decode_block(const AttendParams & p, const Selec
             for (int e = threadIdx.x; e < min(8, n_own - 8 * nb) * 64; e += S::threads) {
                 const int j = e / 64, place = e % 64, d = value_channel<D>(place % 8, 8 * w + place / 8);
                 const int column = column0 + 8 * nb + j, query = column_query(p, column);
-                const int h = head * p.gqa + column - query * p.gqa, row = query * p.n_head + h;
+                const int h     = head * p.gqa + column - query * p.gqa;
                 float     total = 0.0f;
 #pragma unroll
                 for (int i = 0; i < S::warps; ++i) {
                     total += acc[(i * 8 + j) * S::acc_stride + place];
                 }
                 if (p.n_split == 1) {
-                    p.out[size_t(row) * D + d] = finish_output(p, h, total, shared_ml[0][j]);
+                    p.out[(size_t(query) * p.n_head + h) * D + d] = finish_output(p, h, total, shared_ml[0][j]);
                 } else {
-                    const size_t at    = size_t(blockIdx.y) * p.n_q * p.n_head + row;
+                    const size_t at    = size_t(blockIdx.y) * p.part_rows + part_row(8 * nb + j, query, h);
                     p.part[at * D + d] = total;
                     if (w == 0 && place == 0) {
                         p.part_ml[at] = shared_ml[0][j];
@@ -620,20 +632,18 @@ __device__ __forceinline__ void decode_block(const AttendParams & p, const Selec
         return;
     }
     __threadfence();
-    const int    shares = max(1, S::warps / n_own);  // warps that share a column
-    const size_t rows   = size_t(p.n_q) * p.n_head;
+    const int shares = max(1, S::warps / n_own);  // warps that share a column
     for (int i = warp; i < shares * n_own; i += S::warps) {
         const int    column = column0 + i % n_own, query = column_query(p, column);
-        const size_t row = size_t(query) * p.n_head + head * p.gqa + column - query * p.gqa;
-        const float2 ml  = merge_splits<D>(p, row, rows, i / n_own, shares, acc + i * D, lane);
+        const int    row = part_row(i % n_own, query, head * p.gqa + column - query * p.gqa);
+        const float2 ml  = merge_splits<D>(p, row, p.part_rows, i / n_own, shares, acc + i * D, lane);
         if (lane == 0) {
             (&shared_ml[0][0])[i] = ml;
         }
     }
     __syncthreads();
-    for (int j = warp; j < n_own; j += S::warps) {
-        const int column = column0 + j, query = column_query(p, column), h = head * p.gqa + column - query * p.gqa;
-        float     total[D / 32] = {}, l = 0.0f;
+    const auto add_shares = [&](int j, float (&total)[D / 32]) {
+        float l = 0.0f;
         for (int i = j; i < shares * n_own; i += n_own) {
 #pragma unroll
             for (int c = 0; c < D / 32; ++c) {
@@ -641,7 +651,24 @@ __device__ __forceinline__ void decode_block(const AttendParams & p, const Selec
             }
             l += (&shared_ml[0][0])[i].y;
         }
-        write_output<D>(p, query, h, total, make_float2((&shared_ml[0][0])[j].x, l), lane);
+        return make_float2((&shared_ml[0][0])[j].x, l);
+    };
+    for (int j = warp; j < n_heads; j += S::warps) {
+        const int column = column0 + j, query = column_query(p, column), h = head * p.gqa + column - query * p.gqa;
+        float     total[D / 32] = {};
+        float2    ml            = add_shares(j, total);
+        if (stands_in) {
+            float        mean[D / 32] = {};
+            const float2 n            = add_shares(n_heads, mean);
+            float        unread;
+            if constexpr (READS == Reads::looked_up) {
+                unread = unread_mass(*look, blockIdx.z * p.n_head_kv + head, j, look_up_shared.log_sum[j], all_taken);
+            } else {
+                unread = p.unread[query * p.n_head + h] * kLog2E;
+            }
+            add_stand_in(total, ml, unread, mean, n.y);
+        }
+        write_output<D>(p, query, h, total, ml, lane);
     }
 }
 

@@ -8,6 +8,14 @@ namespace kvfold {
 
 inline int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
+// Is there a column to spare for the sum of values that a mean is made of? (The decode kernel has 16, 8 at head size 256.)
+inline bool can_stand_in(int head_dim, int gqa) { return gqa < (head_dim == 256 ? 8 : 16); }
+
+// Blocks of 8 columns for so many; 16 at most, 8 at head size 256, have room in one thread block.
+inline int column_blocks(int head_dim, int columns, bool stands_in) {
+    return columns + (stands_in ? 1 : 0) > 8 && head_dim <= 128 ? 2 : 1;
+}
+
 inline int log2_of(int x) {
     int n = 0;
     while ((1 << n) < x) {
@@ -48,6 +56,7 @@ inline device::AttendParams attend_params(const AttendArgs & a) {
     p.gqa            = a.n_head / a.mem.n_head_kv;
     p.n_q            = a.n_q;
     p.n_kv           = a.n_kv;
+    p.part_rows      = a.n_q * a.n_head;
     p.group_shift    = log2_of(a.mem.group);
     p.q_scale        = a.scale;
     p.score_scale    = a.softcap == 0.0f ? device::kLog2E : 1.0f;

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "ops/attend_params.cuh"
+#include "ops/kv_select.h"
 #include "ops/launch.cuh"
 #include "ops/rotate_device.cuh"
 
@@ -21,6 +22,21 @@ __device__ __forceinline__ float finish_output(const AttendParams & p, int h, fl
         ml.y = ml.y * f + exp2_fast(sink - top);
     }
     return ml.y > 0.0f ? total * kFp4Inverse / ml.y : 0.0f;
+}
+
+// What stands in for unread groups, added to a row's weighted sums (channel lane + 32 c) and to its sum of weights: the mean of
+// what was read, weighted as SparseAttendArgs says. `unread`: log2 of their estimated mass; `mean`: the sum of `n` values.
+template <int C>
+__device__ __forceinline__ void add_stand_in(float (&total)[C], float2 & ml, float unread, const float (&mean)[C],
+                                             float n) {
+    const float mass = fminf(kStandIn * exp2_fast(unread - ml.x), ml.y);
+    if (mass > 0.0f && n > 0.0f) {
+        ml.y += mass;
+#pragma unroll
+        for (int c = 0; c < C; ++c) {
+            total[c] += mass / n * mean[c];
+        }
+    }
 }
 
 // A row of the output: the weighted sums (channel lane + 32 c) are divided and rotated back. The whole warp calls.
@@ -93,28 +109,48 @@ __device__ __forceinline__ float2 merge_splits(const AttendParams & p, size_t ro
 constexpr int kMergeWarps = 8;
 
 template <int D>
-__global__ void __launch_bounds__(32 * kMergeWarps) attend_merge(const AttendParams p) {
-    __shared__ float  acc[kMergeWarps][D];
-    __shared__ float2 ml[kMergeWarps];
-    const int         lane = threadIdx.x & 31, warp = threadIdx.x >> 5, row = blockIdx.x;
-    const float2      mine = merge_splits<D>(p, row, size_t(p.n_q) * p.n_head, warp, kMergeWarps, acc[warp], lane);
+struct MergeShared {
+    float  acc[kMergeWarps][D];
+    float2 ml[kMergeWarps];
+};
+
+// All splits of a row: its sums (channel lane + 32 c), maximum and sum of weights, in every warp. The whole block calls.
+template <int D>
+__device__ __forceinline__ float2 merge_row(const AttendParams & p, int row, MergeShared<D> & s, float (&total)[D / 32],
+                                            int lane, int warp) {
+    const float2 mine = merge_splits<D>(p, row, p.part_rows, warp, kMergeWarps, s.acc[warp], lane);
     if (lane == 0) {
-        ml[warp] = mine;
+        s.ml[warp] = mine;
     }
     __syncthreads();
-    if (warp != 0) {
-        return;
-    }
-    float total[D / 32] = {}, l = 0.0f;
+    float l = 0.0f;
 #pragma unroll
     for (int w = 0; w < kMergeWarps; ++w) {
 #pragma unroll
         for (int c = 0; c < D / 32; ++c) {
-            total[c] += acc[w][lane + 32 * c];
+            total[c] += s.acc[w][lane + 32 * c];
         }
-        l += ml[w].y;
+        l += s.ml[w].y;
     }
-    write_output<D>(p, row / p.n_head, row % p.n_head, total, make_float2(ml[0].x, l), lane);
+    const float m = s.ml[0].x;
+    __syncthreads();
+    return make_float2(m, l);
+}
+
+template <int D>
+__global__ void __launch_bounds__(32 * kMergeWarps) attend_merge(const AttendParams p) {
+    __shared__ MergeShared<D> s;
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, row = blockIdx.x, query = row / p.n_head,
+              h             = row % p.n_head;
+    float     total[D / 32] = {}, mean[D / 32] = {};
+    float2    ml = merge_row<D>(p, row, s, total, lane, warp);
+    if (p.stands_in) {
+        const float2 n = merge_row<D>(p, mean_row(p, query, h / p.gqa), s, mean, lane, warp);
+        add_stand_in(total, ml, p.unread[row] * kLog2E, mean, n.y);
+    }
+    if (warp == 0) {
+        write_output<D>(p, query, h, total, ml, lane);
+    }
 }
 
 }  // namespace device

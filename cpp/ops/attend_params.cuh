@@ -34,12 +34,15 @@ struct AttendParams {
     const int32_t *  selected;    // sparse only: lists of groups, [n_q][n_head_kv][list_stride], the count first
     int32_t          list_stride;
     bool             after_lookup;  // the kernel before this one made the lists, from the same queries
-    const half *     mask;          // null: nothing masked
+    bool             stands_in;  // sparse only: the mean value stands in for unread groups (SparseAttendArgs::unread)
+    const float *    unread;     // [n_q][n_head] then; null where the kernel makes the lists itself
+    const half *     mask;       // null: nothing masked
     const float *    q;
     const float *    sinks;  // null: none
     float *          out;
-    float *          part;     // [n_split][n_q * n_head][head_dim]: partial sums, unnormalised
-    float2 *         part_ml;  // [n_split][n_q * n_head]: their maximum (base 2) and sum of weights
+    float *          part;       // [n_split][part_rows][head_dim]: partial sums, unnormalised
+    float2 *         part_ml;    // [n_split][part_rows]: their maximum (base 2) and sum of weights
+    int32_t          part_rows;  // n_q * n_head outputs; with stands_in, n_q * n_head_kv more, see mean_row()
     int64_t          cur_k_stride;
     int64_t          cur_v_stride;
     int64_t          mask_stride;
@@ -67,6 +70,11 @@ struct AttendParams {
 // Query of a column of a KV head.
 __device__ __forceinline__ int column_query(const AttendParams & p, int column) {
     return p.n_q == 1 ? 0 : column / p.gqa;  // a division is long
+}
+
+// Row of the partial sums with the plain sum of the values that a query reads for a KV head; their number is its sum of weights.
+__device__ __forceinline__ int mean_row(const AttendParams & p, int query, int head) {
+    return p.n_q * p.n_head + query * p.n_head_kv + head;
 }
 
 // Dot products times `scale` -> scores, base 2.

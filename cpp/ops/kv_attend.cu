@@ -31,10 +31,11 @@ struct Plan {
     bool   prefill;
     bool   wgmma;  // prefill with the kernel for Hopper
     bool   sparse;
-    bool   wide;     // decode_warps()
-    int    blocks;   // of 8 columns a thread block of the decode kernel handles: 1 or 2
-    int    z;        // thread blocks over the columns of a KV head
-    int    n_split;  // shares of the cells
+    bool   stands_in;  // AttendParams
+    bool   wide;       // decode_warps()
+    int    blocks;     // of 8 columns a thread block of the decode kernel handles: 1 or 2
+    int    z;          // thread blocks over the columns of a KV head
+    int    n_split;    // shares of the cells
     size_t ml_offset;
     size_t src_offset;    // prefill: the source of every cell
     int    tile_cells;    // prefill
@@ -51,8 +52,9 @@ Plan make_plan(const AttendArgs & a, const CudaDevice & device, const SparseAtte
     Plan      p{};
     const int dim = a.mem.head_dim, gqa = a.n_head / a.mem.n_head_kv, columns = a.n_q * gqa;
     // Up to 16 columns the decode kernel needs one pass. (Turing has not the shared memory for the other at head size 256.)
-    p.sparse  = sparse != nullptr;
-    p.prefill = !p.sparse && columns > 16 && !(device.arch < 80 && dim == 256);
+    p.sparse    = sparse != nullptr;
+    p.stands_in = p.sparse && sparse->unread != nullptr && can_stand_in(dim, gqa);
+    p.prefill   = !p.sparse && columns > 16 && !(device.arch < 80 && dim == 256);
     if (p.prefill) {
         p.wgmma        = kHasWgmma && device.arch == 90 && dim <= 128;
         const int rows = dim == 256 ? 64 : 128, cells = dim == 256 || (dim == 128 && device.arch < 80) ? 32 : 64;
@@ -63,7 +65,7 @@ Plan make_plan(const AttendArgs & a, const CudaDevice & device, const SparseAtte
         const int split = room < 1 ? 1 : room < most ? room : most;
         p.n_split       = ceil_div(tiles, ceil_div(tiles, split));
     } else {
-        p.blocks        = (p.sparse ? gqa : columns) > 8 && dim <= 128 ? 2 : 1;
+        p.blocks        = column_blocks(dim, p.sparse ? gqa : columns, p.stands_in);
         p.z             = p.sparse ? a.n_q : ceil_div(columns, 8 * p.blocks);
         const int cells = p.sparse ? std::min(sparse->capacity * a.mem.group, a.n_kv) : a.n_kv;
         // at small groups the tiles of 16 warps do not fit the shared memory of all devices
@@ -81,8 +83,9 @@ Plan make_plan(const AttendArgs & a, const CudaDevice & device, const SparseAtte
             }
         }
     }
+    p.n_split = std::max(p.n_split, p.stands_in ? 2 : 1);  // the mean is made when splits are merged
     if (p.n_split > 1) {
-        const size_t rows = size_t(p.n_split) * a.n_q * a.n_head;
+        const size_t rows = size_t(p.n_split) * a.n_q * (a.n_head + (p.stands_in ? a.mem.n_head_kv : 0));
         p.ml_offset       = rows * dim * sizeof(float);
         p.scratch         = p.ml_offset + rows * sizeof(float2);
     }
@@ -237,6 +240,9 @@ void attend(const AttendArgs & a, const SparseAttendArgs * sparse, bool after_lo
         p.selected     = sparse->selected;
         p.list_stride  = int32_t(group_list_stride(sparse->capacity));
         p.after_lookup = after_lookup;
+        p.stands_in    = plan.stands_in;
+        p.unread       = sparse->unread;
+        p.part_rows += plan.stands_in ? a.n_q * a.mem.n_head_kv : 0;
     }
     if (plan.prefill) {
         auto * cell_src = reinterpret_cast<int32_t *>(static_cast<uint8_t *>(scratch) + plan.src_offset);

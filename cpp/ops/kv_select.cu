@@ -18,6 +18,7 @@ struct SelectPlan {
     int    stride;
     int    n_split;
     size_t code, count, part_ml;  // scores first
+    size_t part_read;             // only with SelectArgs::unread
     size_t part, attend_ml;       // only with the attention
     size_t bytes;
 };
@@ -28,7 +29,12 @@ size_t reserve(size_t & bytes, size_t n) {
     return at;
 }
 
-// Blocks meet, so there are no more than multiprocessors, unless each has a list to itself.
+// Does the mean value stand in for what a look-up leaves unread?
+bool stands_in(const SelectArgs & a) {
+    return a.unread != nullptr && can_stand_in(a.mem.head_dim, a.n_head / a.mem.n_head_kv);
+}
+
+// Blocks meet, so there are no more than multiprocessors, unless each has a list to itself. `attend`: with the attention.
 SelectPlan make_plan(const SelectArgs & a, const CudaDevice & device, bool attend) {
     const size_t parties = size_t(a.n_q) * a.mem.n_head_kv, gqa = a.n_head / a.mem.n_head_kv;
     SelectPlan   p{};
@@ -39,9 +45,13 @@ SelectPlan make_plan(const SelectArgs & a, const CudaDevice & device, bool atten
     p.code    = reserve(p.bytes, parties * p.stride * sizeof(uint16_t));
     p.count   = reserve(p.bytes, parties * device::kGridBins * sizeof(int32_t));
     p.part_ml = reserve(p.bytes, parties * gqa * p.n_split * sizeof(float2));
+    if (a.unread != nullptr) {
+        p.part_read = reserve(p.bytes, parties * gqa * p.n_split * sizeof(float));
+    }
     if (attend) {
-        p.part      = reserve(p.bytes, parties * gqa * p.n_split * a.mem.head_dim * sizeof(float));
-        p.attend_ml = reserve(p.bytes, parties * gqa * p.n_split * sizeof(float2));
+        const size_t rows = parties * (gqa + (stands_in(a) ? 1 : 0)) * p.n_split;
+        p.part            = reserve(p.bytes, rows * a.mem.head_dim * sizeof(float));
+        p.attend_ml       = reserve(p.bytes, rows * sizeof(float2));
     }
     return p;
 }
@@ -60,6 +70,8 @@ SelectParams select_params(const SelectArgs & a, const SelectPlan & plan, uint8_
     p.part_ml        = reinterpret_cast<float2 *>(scratch + plan.part_ml);
     p.selected       = a.selected;
     p.counters       = a.counters;
+    p.unread         = a.unread;
+    p.part_read      = reinterpret_cast<float *>(scratch + plan.part_read);
     p.mask_stride    = a.mask_stride;
     p.q_stride_query = a.q_stride_query;
     p.q_stride_head  = a.q_stride_head;
@@ -113,11 +125,12 @@ void launch_columns(const SelectParams & p, const AttendParams * attend, cudaStr
 }
 
 void launch(const SelectArgs & a, const SelectParams & p, const AttendParams * attend, cudaStream_t stream) {
+    const bool one = column_blocks(a.mem.head_dim, p.gqa, attend != nullptr && attend->stands_in) == 1;
     switch (a.mem.head_dim) {
     case 64:
-        return p.gqa <= 8 ? launch_columns<64, 1>(p, attend, stream) : launch_columns<64, 2>(p, attend, stream);
+        return one ? launch_columns<64, 1>(p, attend, stream) : launch_columns<64, 2>(p, attend, stream);
     case 128:
-        return p.gqa <= 8 ? launch_columns<128, 1>(p, attend, stream) : launch_columns<128, 2>(p, attend, stream);
+        return one ? launch_columns<128, 1>(p, attend, stream) : launch_columns<128, 2>(p, attend, stream);
     case 256:
         return launch_columns<256, 1>(p, attend, stream);
     default:
@@ -175,6 +188,8 @@ void kv_select_attend_cuda(const SelectArgs & a, const SparseAttendArgs & b, con
     q.part_ml      = reinterpret_cast<float2 *>(static_cast<uint8_t *>(scratch) + plan.attend_ml);
     q.n_split      = p.n_split;
     q.arrival_slot = p.meeting_slot;
+    q.stands_in    = stands_in(a);
+    q.part_rows += q.stands_in ? a.n_q * a.mem.n_head_kv : 0;
     launch(a, p, &q, stream);
 }
 

@@ -30,12 +30,16 @@ struct SelectParams {
     const uint32_t * far_bits;
     const half *     mask;  // null: nothing masked
     const float *    q;
-    float *      score;    // [party][gqa][stride], base 2; kNoScore: no candidate. party = query * n_head_kv + KV head
-    uint16_t *   code;     // [party][stride], see below
-    int32_t *    count;    // [party][kGridBins] groups in a bin
-    float2 *     part_ml;  // [n_split][party][gqa]
-    int32_t *    selected;
-    uint64_t *   counters;  // [2] or null
+    float *    score;    // [party][gqa][stride], base 2; kNoScore: no candidate. party = query * n_head_kv + KV head
+    uint16_t * code;     // [party][stride], see below
+    int32_t *  count;    // [party][kGridBins] groups in a bin
+    float2 *   part_ml;  // [n_split][party][gqa]
+    int32_t *  selected;
+    uint64_t * counters;  // [2] or null
+    float *
+        unread;  // [n_q][n_head], SelectArgs::unread; null: not wanted, or wanted by the attention of the same launch only
+    float *
+        part_read;  // [n_split][party][gqa] estimated probability of what is on the split's piece of the list; for `unread`
     int64_t      mask_stride;
     int64_t      q_stride_query;
     int64_t      q_stride_head;
@@ -116,7 +120,7 @@ struct LookupShape {
 // What else a block keeps in shared memory.
 template <int WARPS>
 struct LookupShared {
-    float2 ml[WARPS][kMaxGqa];
+    float2 ml[WARPS][kMaxGqa];  // (.x later: probabilities)
     float  spread_weight[kMaxGqa];
     float  log_sum[kMaxGqa];
     int    ints[WARPS], more_ints[WARPS];
@@ -586,8 +590,9 @@ __device__ __forceinline__ Cut find_cut(const SelectParams & p, const int32_t * 
 // The block's piece of a list.
 struct ListPiece {
     const int32_t * list;
-    int             n;        // entries
-    int             n_tiles;  // of kPieceCells cells
+    int             n;          // entries
+    int             n_tiles;    // of kPieceCells cells
+    bool            all_taken;  // all candidates of the party
 };
 constexpr int kPieceCells = 32;  // pieces are multiples of so many cells
 
@@ -681,7 +686,59 @@ __device__ __forceinline__ ListPiece list_piece(const SelectParams & p, int part
         }
     }
     __syncthreads();
-    return {list + begin, end - begin, tile1 - tile0};
+    return {list + begin, end - begin, tile1 - tile0, cut.n_taken == cut.n_candidates};
+}
+
+// --- what is left unread ---------------------------------------------------------------------------------------------
+
+// The share of every head's estimated probability that the block's piece of the list has, to part_read. The whole block calls.
+template <int WARPS>
+__device__ __forceinline__ void tell_read(const SelectParams & p, int party, const ListPiece & piece,
+                                          LookupShared<WARPS> & s) {
+    constexpr int kHeads = 4;  // at a time, so that their scores are on the way together
+    const int     lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    const float * score = p.score + int64_t(party) * p.gqa * p.stride;
+#pragma unroll 1
+    for (int j0 = 0; j0 < p.gqa; j0 += kHeads) {
+        float sum[kHeads] = {};
+        for (int i = threadIdx.x; i < piece.n; i += 32 * WARPS) {
+            const int g = piece.list[i];
+#pragma unroll
+            for (int k = 0; k < kHeads; ++k) {
+                const int j = min(j0 + k, p.gqa - 1);
+                sum[k] += exp2_fast(__ldcg(score + int64_t(j) * p.stride + g) - s.log_sum[j]);
+            }
+        }
+#pragma unroll
+        for (int k = 0; k < kHeads; ++k) {
+            sum[k] = warp_sum(sum[k]);
+            if (lane == 0 && j0 + k < p.gqa) {
+                s.ml[warp][j0 + k].x = sum[k];
+            }
+        }
+    }
+    __syncthreads();
+    if (threadIdx.x < p.gqa) {
+        float sum = 0.0f;
+        for (int w = 0; w < WARPS; ++w) {
+            sum += s.ml[w][threadIdx.x].x;
+        }
+        p.part_read[(int64_t(blockIdx.y) * p.n_head_kv * p.n_q + party) * p.gqa + threadIdx.x] = sum;
+    }
+}
+
+// log2 of the estimated mass of the groups that head `j` of the party leaves unread, once all pieces have been told; at most kNoScore
+// for none. The whole warp calls.
+__device__ __forceinline__ float unread_mass(const SelectParams & p, int party, int j, float log_sum, bool all_taken) {
+    if (all_taken) {  // what rounding leaves of 1 then is nothing
+        return kNoScore;
+    }
+    float read = 0.0f;
+    for (int i = threadIdx.x & 31; i < p.n_split; i += 32) {
+        read += __ldcg(p.part_read + (int64_t(i) * p.n_head_kv * p.n_q + party) * p.gqa + j);
+    }
+    const float rest = 1.0f - warp_sum(read);
+    return rest > 0.0f ? log_sum + float(p.group_shift) + __log2f(rest) : kNoScore;
 }
 
 // --- all of it -------------------------------------------------------------------------------------------------------
@@ -719,18 +776,40 @@ __device__ __forceinline__ ListPiece look_up(const SelectParams & p, uint32_t * 
     return list_piece<WARPS>(p, party, cut, s);
 }
 
-// Only the lists.
+// Only the lists, and what they leave unread.
 template <int D, int NB, int WARPS>
 __global__ void __launch_bounds__(32 * WARPS, 1) select_groups(const __grid_constant__ SelectParams p) {
     extern __shared__ __align__(16) uint32_t shared[];
     __shared__ LookupShared<WARPS> s;
+    __shared__ bool                last;
     uint32_t                       q[NB][D / 32][4];
-    look_up<D, NB, WARPS>(p, shared, s, q);
+    const ListPiece                piece = look_up<D, NB, WARPS>(p, shared, s, q);
+    const int                      party = blockIdx.z * gridDim.x + blockIdx.x;
     let_next_begin();
-    if (p.n_split > 1 && threadIdx.x == 0) {
-        uint32_t * arrivals = &meeting_arrivals[p.meeting_slot][blockIdx.z * gridDim.x + blockIdx.x];
-        if (atomicAdd(arrivals, 1u) == 3u * p.n_split - 1) {
-            leave_meetings(p, blockIdx.z * gridDim.x + blockIdx.x);
+    if (p.unread) {
+        tell_read<WARPS>(p, party, piece, s);
+        __syncthreads();
+    }
+    if (threadIdx.x == 0) {
+        last = true;
+        if (p.n_split > 1) {
+            __threadfence();
+            last = atomicAdd(&meeting_arrivals[p.meeting_slot][party], 1u) == 3u * p.n_split - 1;
+            if (last) {
+                leave_meetings(p, party);
+            }
+        }
+    }
+    __syncthreads();
+    if (!p.unread || !last) {
+        return;
+    }
+    __threadfence();
+    for (int j = threadIdx.x >> 5; j < p.gqa; j += WARPS) {
+        const float x = unread_mass(p, party, j, s.log_sum[j], piece.all_taken);
+        if ((threadIdx.x & 31) == 0) {
+            p.unread[int64_t(blockIdx.z) * p.n_head_kv * p.gqa + blockIdx.x * p.gqa + j] =
+                x > kNoScore ? x * 0.69314718055994531f : -INFINITY;
         }
     }
 }
