@@ -30,6 +30,12 @@ set(LLAMA_BUILD_NUMBER 0)
 string(SUBSTRING "${KVFOLD_PIN_COMMIT}" 0 9 LLAMA_BUILD_COMMIT)
 set(GIT_EXE "" CACHE INTERNAL "")
 
+# Some compilers link the C++ runtime statically. Every library then has a copy, and would offer it to all others: in a Python
+# process, where extension modules bring another version of it, tokenizers crashed in std::regex.
+if(CMAKE_SYSTEM_NAME STREQUAL "Linux")
+    add_link_options("LINKER:--exclude-libs,libstdc++.a")
+endif()
+
 add_subdirectory("${KVFOLD_LLAMA_TREE}" "${CMAKE_BINARY_DIR}/llama" EXCLUDE_FROM_ALL)
 
 # --- our sources -------------------------------------------------------------------------------------------------
