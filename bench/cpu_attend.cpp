@@ -69,10 +69,10 @@ struct Layer {
         far_v.resize(size_t(n_cells) * blocks);
         std::memset(static_cast<void *>(far_k.data()), 0xFF, far_k.size() * sizeof(Fp4Block));
         std::memset(static_cast<void *>(far_v.data()), 0xFF, far_v.size() * sizeof(Fp4Block));
-        side.assign(side_layout(d.n_head_kv, d.head_dim, n_cells / d.group).bytes, 0xFF);
+        side.assign(side_layout(d.n_head_kv, d.head_dim, n_cells / d.group, 0).bytes, 0xFF);
         near_k.assign(size_t(n_near) * row, 0xFFFF);
         near_v.assign(size_t(n_near) * row, 0xFFFF);
-        mem = {d.n_head_kv,  d.head_dim,   d.group,     n_cells,       n_near,
+        mem = {d.n_head_kv,  d.head_dim,   d.group,     n_cells,       n_near,       0,
                far_k.data(), far_v.data(), side.data(), near_k.data(), near_v.data()};
     }
 };

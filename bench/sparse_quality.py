@@ -526,6 +526,8 @@ RUNTIME_SETS: dict[str, list[dict[str, str]]] = {
         {"lookup": "0.2", "layers": layers}
         for layers in ("full", "dense*2,(full,reuse)*14", "dense*2,full,reindex", "dense*2,full,reuse")
     ],
+    # 4096 tokens are 1024 groups of 4, and the ones that count come when there are more than 512.
+    "spans": [{"lookup": "0.2", "hierarchical": "on", "span-pool": n} for n in ("768", "512", "256")],
     "least": [{"lookup": "0.2", "min-tokens": n} for n in ("512", "1024")],
 }
 NUMBERS = {

@@ -120,7 +120,7 @@ struct Layer {
     int blocks() const { return dim / kFp4BlockValues; }
 
     LayerMemory memory() {
-        return {n_head_kv,    dim,          group,       n_cells,       n_near,
+        return {n_head_kv,    dim,          group,       n_cells,       n_near,       0,
                 far_k.data(), far_v.data(), side.data(), near_k.data(), near_v.data()};
     }
     CurrentRows current() const { return {cur_k.data(), cur_v.data(), cur_stride, cur_stride, n_rows}; }
@@ -137,7 +137,7 @@ struct DeviceLayer {
     explicit DeviceLayer(Layer & l)
         : far_k(l.far_k), far_v(l.far_v), side(l.side), near_k(l.near_k), near_v(l.near_v), cur_k(l.cur_k),
           cur_v(l.cur_v) {
-        mem = {l.n_head_kv, l.dim,       l.group,    l.n_cells,    l.n_near,
+        mem = {l.n_head_kv, l.dim,       l.group,    l.n_cells,    l.n_near,    0,
                far_k.get(), far_v.get(), side.get(), near_k.get(), near_v.get()};
         cur = {cur_k.get(), cur_v.get(), l.cur_stride, l.cur_stride, l.n_rows};
     }
@@ -165,7 +165,7 @@ Layer random_layer(Rng & rng, int n_head_kv, int dim, int group, int n_cells, in
     // keys of about 1, differences of about 0.25, values of about 1: scale codes of 2^-3 .. 2^-1 and below
     random_blocks(rng, l.far_k.data(), l.far_k.size(), 0xA0, 0xA8);
     random_blocks(rng, l.far_v.data(), l.far_v.size(), 0xA8, 0xB4);
-    const SideLayout s = side_layout(n_head_kv, dim, l.n_cells / group);
+    const SideLayout s = side_layout(n_head_kv, dim, l.n_cells / group, 0);
     l.side.assign(s.bytes, 0);
     random_blocks(rng, reinterpret_cast<Fp4Block *>(l.side.data()), size_t(l.n_cells / group) * row_blocks, 0xA8, 0xB0);
     auto fill_half = [&](std::vector<uint16_t> & x) {
@@ -548,7 +548,7 @@ void check_lookup(Rng & rng, Case c, const LookupBudget & budget, bool stands_in
     Layer            l     = random_layer(rng, c.n_head_kv, c.dim, c.group, c.n_kv, n_near, std::min(c.n_q, c.n_kv));
     Inputs           in    = make_inputs(rng, c, l);
     const float      scale = 1.0f / std::sqrt(float(c.dim));
-    const SideLayout side  = side_layout(c.n_head_kv, c.dim, l.n_cells / c.group);
+    const SideLayout side  = side_layout(c.n_head_kv, c.dim, l.n_cells / c.group, 0);
     for (size_t i = 0; i < size_t(l.n_cells / c.group) * c.n_head_kv; ++i) {
         const uint16_t x = f16_encode(0.2f * std::fabs(normal(rng)));
         std::memcpy(&l.side[side.spread_offset + 2 * i], &x, 2);
@@ -726,7 +726,8 @@ void check_lookup_all(bool quick, const CudaDevice & device) {
         const float        shares[][2]  = {{0.1f, 0.2f}, {0.2f, 0.2f}, {0.02f, 0.9f}, {0.0f, 0.0f}, {1.0f, 1.0f}};
         const float        thresholds[] = {0.0f, 0.3f, 0.5f};
         const auto &       share        = shares[uniform(rng, 0, 4)];
-        const LookupBudget budget{share[0], share[1], thresholds[uniform(rng, 0, 2)], uniform(rng, 0, 2) * 128};
+        const LookupBudget budget{share[0], share[1], thresholds[uniform(rng, 0, 2)], uniform(rng, 0, 2) * 128,
+                                  uniform(rng, 0, 3) == 0 ? uniform(rng, 1, 600) : 0};
         // as many blocks a list as a smaller device would have
         const int n_sm = uniform(rng, 0, 2) == 0 ? uniform(rng, 1, device.n_sm) : device.n_sm;
         check_lookup(rng, c, budget, uniform(rng, 0, 1) == 0, {n_sm, device.arch});
@@ -894,8 +895,8 @@ void check_fold(Rng & rng, int dim, int group, int n_groups, int capacity, bool 
 
     DeviceLayer          d(l);
     DeviceArray<int32_t> plan_d(plan), dst_d(dst), count_d(std::vector<int32_t>{n_groups, 42});
-    const SideLayout     side = side_layout(l.n_head_kv, dim, l.n_cells / group);
-    FoldArgs             a{d.mem, d.cur, rot, plan_d.get(), capacity};
+    const SideLayout     side = side_layout(l.n_head_kv, dim, l.n_cells / group, 0);
+    FoldArgs             a{d.mem, d.cur, rot, plan_d.get(), capacity, nullptr, 0};
     StoreArgs            s{d.mem, d.cur, rot, dst_d.get()};
     const Epoch          epoch{count_d.get() + 1, reinterpret_cast<int32_t *>(d.side.get() + side.epoch_offset)};
     if (together) {
@@ -911,7 +912,7 @@ void check_fold(Rng & rng, int dim, int group, int n_groups, int capacity, bool 
         rotate_values(&l.cur_k[size_t(r) * l.cur_stride], size_t(l.n_head_kv) * dim, rot.k);
         rotate_values(&l.cur_v[size_t(r) * l.cur_stride], size_t(l.n_head_kv) * dim, rot.v);
     }
-    FoldArgs             ref{l.memory(), l.current(), {0, 0}, plan.data(), n_groups};
+    FoldArgs             ref{l.memory(), l.current(), {0, 0}, plan.data(), n_groups, nullptr, 0};
     std::vector<uint8_t> scratch(kv_fold_scratch(ref, 1) + 64);
     Threads              t{};
     t.nth           = 1;
@@ -1049,7 +1050,7 @@ struct TimedLayers {
         repeat(l.far_k, size_t(n_kv) * row_blocks);
         repeat(l.far_v, size_t(n_kv) * row_blocks);
         repeat(summary, size_t(n_kv / group) * row_blocks);
-        l.side.assign(side_layout(s.n_head_kv, s.dim, n_kv / group).bytes, 0);
+        l.side.assign(side_layout(s.n_head_kv, s.dim, n_kv / group, 0).bytes, 0);
         std::memcpy(l.side.data(), summary.data(), summary.size() * sizeof(Fp4Block));
         for (int i = 0; i < n; ++i) {
             layers.emplace_back(l);
@@ -1118,8 +1119,9 @@ void time_attend(const Shape & s, int group, int n_kv, int n_q, bool all_far, co
     std::fflush(stdout);
 }
 
-// Look-up and sparse attention, `share` of the groups.
-void time_lookup(const Shape & s, int group, int n_kv, float share, bool stands_in, const CudaDevice & device) {
+// Look-up and sparse attention, `share` of the groups, of `most` tokens at most (0: no bound).
+void time_lookup(const Shape & s, int group, int n_kv, float share, int most, bool stands_in,
+                 const CudaDevice & device) {
     TimedLayers                t(s, group, n_kv, 1, size_t(1) << 30);
     Rng                        rng(6);
     const std::vector<int32_t> src = conversation(n_kv, 1, n_kv > 512 ? 100 : 1);
@@ -1138,7 +1140,7 @@ void time_lookup(const Shape & s, int group, int n_kv, float share, bool stands_
         SelectArgs a{};
         a.mem = l.mem, a.rot = rotation_of(true, s.dim), a.far_bits = cells.far_bits.get(), a.n_kv = n_kv;
         a.q = q_d.get(), a.q_stride_query = int64_t(s.n_head) * s.dim, a.q_stride_head = s.dim, a.n_q = 1;
-        a.n_head = s.n_head, a.scale = 1.0f / std::sqrt(float(s.dim)), a.budget = {share, share, 0.0f, 0};
+        a.n_head = s.n_head, a.scale = 1.0f / std::sqrt(float(s.dim)), a.budget = {share, share, 0.0f, 0, most};
         a.selected = lists.get(), a.capacity = capacity, a.counters = counters.get();
         a.unread = stands_in ? unread.get() : nullptr;
         selects.push_back(a);
@@ -1178,10 +1180,11 @@ void time_lookup(const Shape & s, int group, int n_kv, float share, bool stands_
     };
     const float us[] = {timed(dense), timed(both), timed(apart), timed(select),
                         timed(sparse)};  // the lists of the one before
-    std::printf(
-        "look-up %-9s m %2d n_kv %6d share %.2f%s: dense %.1f us, look-up %.1f us a layer (as two launches %.1f us, "
-        "lists alone %.1f us, attention alone %.1f us)\n",
-        s.name, group, n_kv, share, stands_in ? "" : " nothing stands in", us[0], us[1], us[2], us[3], us[4]);
+    std::printf("look-up %-9s m %2d n_kv %6d share %.2f most %5d%s: dense %.1f us, look-up %.1f us a layer (as two "
+                "launches %.1f us, "
+                "lists alone %.1f us, attention alone %.1f us)\n",
+                s.name, group, n_kv, share, most, stands_in ? "" : " nothing stands in", us[0], us[1], us[2], us[3],
+                us[4]);
     std::fflush(stdout);
 }
 
@@ -1202,8 +1205,8 @@ void time_fold(const Shape & s, int group, int n_rows) {
     DeviceLayer          d(l);
     DeviceArray<int32_t> plan_d(plan), dst_d(dst), count(std::vector<int32_t>{n_groups, 1}),
         none(std::vector<int32_t>{0, 1});
-    const SideLayout side = side_layout(l.n_head_kv, l.dim, l.n_cells / group);
-    const FoldArgs   f{d.mem, d.cur, {0, 0}, plan_d.get(), n_groups + 2};
+    const SideLayout side = side_layout(l.n_head_kv, l.dim, l.n_cells / group, 0);
+    const FoldArgs   f{d.mem, d.cur, {0, 0}, plan_d.get(), n_groups + 2, nullptr, 0};
     const StoreArgs  st{d.mem, d.cur, {0, 0}, dst_d.get()};
     const Epoch      epoch{count.get() + 1, reinterpret_cast<int32_t *>(d.side.get() + side.epoch_offset)};
     constexpr int    n     = 32;
@@ -1257,14 +1260,14 @@ void time_decode(const CudaDevice & device) {
 
 void time_lookups(const CudaDevice & device) {
     for (int n_kv : {8192, 32768, 65536, 131072}) {
-        for (float share : {0.1f, 0.2f}) {
-            time_lookup(kLlama8b, 4, n_kv, share, true, device);
-        }
-        time_lookup(kLlama8b, 4, n_kv, 0.1f, false, device);
+        time_lookup(kLlama8b, 4, n_kv, 0.2f, 0, true, device);
+        time_lookup(kLlama8b, 4, n_kv, 0.1f, 0, true, device);
+        time_lookup(kLlama8b, 4, n_kv, 0.1f, 0, false, device);
+        time_lookup(kLlama8b, 4, n_kv, 0.2f, 4096, true, device);
     }
-    time_lookup(kLlama8b, 2, 65536, 0.1f, true, device);
-    time_lookup(kLlama1b, 4, 65536, 0.1f, true, device);
-    time_lookup(kGemma4b, 4, 65536, 0.1f, true, device);
+    time_lookup(kLlama8b, 2, 65536, 0.1f, 0, true, device);
+    time_lookup(kLlama1b, 4, 65536, 0.1f, 0, true, device);
+    time_lookup(kGemma4b, 4, 65536, 0.1f, 0, true, device);
 }
 
 void time_folds() {
@@ -1321,7 +1324,7 @@ int main(int argc, char ** argv) {
         } else if (what == "profile" || what == "profile-short") {
             time_attend({"llama-8b", 4, 8, 32, 128}, 4, what == "profile" ? 65536 : 256, 1, false, device, 4e12);
         } else if (what == "profile-lookup") {
-            time_lookup({"llama-8b", 4, 8, 32, 128}, 4, 65536, 0.1f, true, device);
+            time_lookup({"llama-8b", 4, 8, 32, 128}, 4, 65536, 0.1f, 0, true, device);
         } else {
             std::printf("unknown: %s\n", what.c_str());
             return 2;

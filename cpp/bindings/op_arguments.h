@@ -65,10 +65,14 @@ inline LayerMemory layer_memory(const LayerArrays & l, bool write) {
         throw py::value_error("far_k: " + std::to_string(cells) + " cells are no multiple of group " +
                               std::to_string(l.group));
     }
-    const py::ssize_t row  = dim / kFp4BlockValues * py::ssize_t(sizeof(Fp4Block));
-    const SideLayout  side = side_layout(int32_t(heads), int32_t(dim), int32_t(cells / l.group));
-    const auto        take = [write](const char * name, const py::array & a, Element e,
-                                     std::initializer_list<py::ssize_t> shape) {
+    const py::ssize_t row = dim / kFp4BlockValues * py::ssize_t(sizeof(Fp4Block));
+    // A layer keeps summaries of spans or not: its side memory tells.
+    const int32_t n_groups = int32_t(cells / l.group), spans = l.group <= 16 ? int32_t(cells / kSpanCells) : 0;
+    const size_t  with  = side_layout(int32_t(heads), int32_t(dim), n_groups, spans).bytes;
+    const bool    has   = l.side.ndim() == 1 && size_t(l.side.shape(0)) == with;
+    const size_t  bytes = has ? with : side_layout(int32_t(heads), int32_t(dim), n_groups, 0).bytes;
+    const auto    take  = [write](const char * name, const py::array & a, Element e,
+                                  std::initializer_list<py::ssize_t> shape) {
         return write ? require_writable(name, a, e, shape) : const_cast<void *>(require(name, a, e, shape));
     };
     LayerMemory mem{};
@@ -77,9 +81,10 @@ inline LayerMemory layer_memory(const LayerArrays & l, bool write) {
     mem.group     = l.group;
     mem.n_cells   = int32_t(cells);
     mem.n_near    = int32_t(near);
+    mem.n_spans   = has ? spans : 0;
     mem.far_k     = static_cast<Fp4Block *>(take("far_k", l.far_k, Element::u8, {cells, heads, row}));
     mem.far_v     = static_cast<Fp4Block *>(take("far_v", l.far_v, Element::u8, {cells, heads, row}));
-    mem.side      = static_cast<uint8_t *>(take("side", l.side, Element::u8, {py::ssize_t(side.bytes)}));
+    mem.side      = static_cast<uint8_t *>(take("side", l.side, Element::u8, {py::ssize_t(bytes)}));
     mem.near_k =
         static_cast<uint16_t *>(const_cast<void *>(require("near_k", l.near_k, Element::f16, {near, heads, dim})));
     mem.near_v =

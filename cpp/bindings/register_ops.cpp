@@ -35,8 +35,8 @@ void store(const py::array & near_k, const py::array & near_v, const py::array &
 }
 
 void fold(const py::array & far_k, const py::array & far_v, const py::array & side, const py::array & near_k,
-          const py::array & near_v, const py::array & cur_k, const py::array & cur_v, const py::array & plan, int group,
-          const RotationSizes & rotation, int n_threads) {
+          const py::array & near_v, const py::array & cur_k, const py::array & cur_v, const py::array & plan,
+          const std::optional<py::array> & spans, int group, const RotationSizes & rotation, int n_threads) {
     require_threads(n_threads);
     FoldArgs a{};
     a.mem      = layer_memory({far_k, far_v, side, near_k, near_v, group}, true);
@@ -52,6 +52,16 @@ void fold(const py::array & far_k, const py::array & far_v, const py::array & si
         }
         for (int32_t j = 0; j < group; ++j) {
             require_source("plan", entry[1 + j], a.mem, a.cur);
+        }
+    }
+    if (spans) {
+        a.spans   = static_cast<const int32_t *>(require("spans", *spans, Element::i32, {kAny}));
+        a.n_spans = int32_t(spans->shape(0));
+    }
+    for (int32_t s = 0; s < a.n_spans; ++s) {
+        if (a.spans[s] < 0 || a.spans[s] >= a.mem.n_spans) {
+            throw py::value_error("spans: " + std::to_string(a.spans[s]) + " is none of the " +
+                                  std::to_string(a.mem.n_spans) + " spans");
         }
     }
     run(n_threads, kv_fold_scratch(a, n_threads), [&a](const Threads & t) { kv_fold(a, t); });
@@ -95,10 +105,11 @@ void register_ops(py::module_ & m) {
     m.attr("SRC_CURRENT_BASE") = kSrcCurrentBase;
     m.def(
         "side_bytes",
-        [](int32_t n_head_kv, int32_t head_dim, int32_t n_groups) {
-            return side_layout(n_head_kv, head_dim, n_groups).bytes;
+        [](int32_t n_head_kv, int32_t head_dim, int32_t n_groups, int32_t n_spans) {
+            return side_layout(n_head_kv, head_dim, n_groups, n_spans).bytes;
         },
-        arg("n_head_kv"), arg("head_dim"), arg("n_groups"), "Size in bytes of a layer's side memory.");
+        arg("n_head_kv"), arg("head_dim"), arg("n_groups"), arg("n_spans") = 0,
+        "Size in bytes of a layer's side memory, with or without summaries of spans of 128 cells.");
     m.def("rotate", &rotate, arg("x"), arg("n"),
           R"(Every n consecutive channels times the n-point Hadamard matrix in natural order, scaled by n ** -0.5.
 
@@ -115,16 +126,17 @@ dst             int32 [n_rows]: near row of each row, negative: not stored
 rotation        sizes of the Hadamard rotation applied to keys and to values (see rotate); 0: they come rotated
 ValueError: an array of another type or shape, or a row that does not exist.)");
     m.def("kv_fold", &fold, arg("far_k"), arg("far_v"), arg("side"), arg("near_k"), arg("near_v"), arg("cur_k"),
-          arg("cur_v"), arg("plan"), py::kw_only(), arg("group"), arg("rotation") = RotationSizes(0, 0),
-          arg("n_threads") = 1,
+          arg("cur_v"), arg("plan"), arg("spans") = py::none(), py::kw_only(), arg("group"),
+          arg("rotation") = RotationSizes(0, 0), arg("n_threads") = 1,
           R"(Encode groups into the far tier, in place.
 
 far_k, far_v    uint8 [n_cells, n_head_kv, 36 * head_dim / 64]
-side            uint8 [side_bytes(n_head_kv, head_dim, n_cells / group)]
+side            uint8 [side_bytes(n_head_kv, head_dim, n_cells / group)], or with n_cells // 128 spans
 near_k, near_v  float16 (or its bits, uint16) [n_near, n_head_kv, head_dim]
 cur_k, cur_v    float32 [n_rows, n_head_kv, head_dim]
 plan            int32 [n_groups, 1 + group]: group index (negative: skipped), then the source of each member:
                 a near row, SRC_FAR, SRC_HIDDEN (no such member) or SRC_CURRENT_BASE - row
+spans           int32 [n]: spans to summarise, whose groups are complete and not planned; None: none
 rotation        of the current keys and values, as for kv_store (near rows are rotated already)
 ValueError: an array of another type or shape, or a source that does not exist.)");
     m.def("kv_attend", &attend, arg("far_k"), arg("far_v"), arg("side"), arg("near_k"), arg("near_v"), arg("cur_k"),

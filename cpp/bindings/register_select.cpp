@@ -36,7 +36,8 @@ py::tuple select(const py::array & far_k, const py::array & far_v, const py::arr
                  const py::array & near_v, const py::array & cell_src, const py::array & q,
                  const std::optional<py::array> & mask, const std::optional<py::array> & pool, int group, float scale,
                  float softcap, const RotationSizes & rotation, const std::pair<float, float> & lookup, float threshold,
-                 int min_tokens, std::optional<int> capacity, int n_threads) {
+                 int min_tokens, int max_tokens, const std::optional<py::array> & ready, int most_spans,
+                 std::optional<int> capacity, int n_threads) {
     require_threads(n_threads);
     const LayerMemory mem = layer_memory({far_k, far_v, side, near_k, near_v, group}, false);
     CurrentRows       any{};
@@ -64,11 +65,21 @@ py::tuple select(const py::array & far_k, const py::array & far_v, const py::arr
     a.mask_stride    = x.mask_stride;
     a.scale          = scale;
     a.softcap        = softcap;
-    a.budget         = {lookup.first, lookup.second, threshold, min_tokens};
+    a.budget         = {lookup.first, lookup.second, threshold, min_tokens, max_tokens};
     a.capacity       = capacity.value_or(groups_of(x));
-    if (min_tokens < 0 || a.capacity < 0) {
-        throw py::value_error("min_tokens and capacity: must not be negative, got " + std::to_string(min_tokens) +
-                              " and " + std::to_string(a.capacity));
+    if (min_tokens < 0 || max_tokens < 0 || a.capacity < 0) {
+        throw py::value_error("min_tokens, max_tokens and capacity: must not be negative, got " +
+                              std::to_string(min_tokens) + ", " + std::to_string(max_tokens) + " and " +
+                              std::to_string(a.capacity));
+    }
+    if (ready) {
+        if (mem.n_spans == 0 || pool || most_spans < 1) {
+            throw py::value_error(
+                "ready: needs a side memory with spans, no pool and at least one span, got most_spans " +
+                std::to_string(most_spans));
+        }
+        a.ready      = static_cast<const uint32_t *>(require("ready", *ready, Element::i32, {(mem.n_spans + 31) / 32}));
+        a.most_spans = most_spans;
     }
     if (pool) {
         a.pool          = require_lists("pool", *pool, a.n_q, mem.n_head_kv, groups_of(x));
@@ -141,7 +152,8 @@ void register_select(py::module_ & m) {
           arg("q"), arg("mask") = py::none(), arg("pool") = py::none(), py::kw_only(), arg("group"), arg("scale"),
           arg("softcap") = 0.0f, arg("rotation") = RotationSizes(0, 0),
           arg("lookup") = std::pair<float, float>(0.1f, 0.2f), arg("threshold") = 0.1f, arg("min_tokens") = 0,
-          arg("capacity") = py::none(), arg("n_threads") = 1,
+          arg("max_tokens") = 0, arg("ready") = py::none(), arg("most_spans") = 1, arg("capacity") = py::none(),
+          arg("n_threads") = 1,
           R"(Choose the groups of the far tier that a decode step reads.
 
 far_k .. near_v    as for kv_attend; only the summaries and spreads are read
@@ -150,6 +162,10 @@ pool               int32 [n_q, n_head_kv, 1 + n]: lists (a count, then ascending
 lookup             smallest and largest share of the complete groups that a query sees
 threshold          share of the estimated attention that may be left unread, within `lookup`
 min_tokens         at least so many tokens are taken, where there are as many
+max_tokens         and at most so many; 0: no bound
+ready              int32 [(n_cells // 128 + 31) // 32], bit s % 32 of word s // 32: span s has a summary that is valid. Spans
+                   are scored first, and only groups of the best are candidates; None: all groups are. Needs spans in `side`
+most_spans         how many spans are taken then, of those that are ready
 capacity           room of a list; None: for all groups
 
 Returns the lists (taken groups and those that are only partly far) int32 [n_q, n_head_kv, 1 + capacity], the

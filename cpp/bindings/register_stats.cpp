@@ -44,8 +44,12 @@ py::object context_stats(uintptr_t ctx) {
         d["lookup"]      = py::make_tuple(s.config.lookup_min, s.config.lookup_max);
         d["threshold"]   = s.config.threshold;
         d["min_tokens"]  = s.config.min_tokens;
+        d["max_tokens"]  = s.config.max_tokens;
         d["min_context"] = s.config.min_context;
         d["layers"]      = s.config.layers[0] != '\0' ? s.config.layers : "auto";
+
+        d["hierarchical"] = kvfold_hierarchical_name(s.config.hierarchical);
+        d["span_pool"]    = s.config.span_pool;
     }
     d["evicted_tokens"] = s.evicted_tokens;
     d["evictions"]      = s.evictions;

@@ -1,5 +1,6 @@
 #include "cache/config.h"
 
+#include <algorithm>
 #include <cerrno>
 #include <climits>
 #include <cmath>
@@ -19,6 +20,8 @@ constexpr float    kLookupMin = 0.1f;
 constexpr float    kLookupMax = 0.2f;
 constexpr float    kThreshold = 0.1f;
 constexpr int32_t  kMinTokens = 256;
+constexpr int32_t  kSpanPool  = 16384;
+constexpr int32_t  kMaxPool   = 262144;
 constexpr float    kKeep      = 0.78f;
 constexpr uint32_t kScore     = KVFOLD_SCORE_KEYDIFF | KVFOLD_SCORE_ATTN;  // bench/prune_quality.py
 
@@ -157,9 +160,12 @@ const char * lookup_setting(const kvfold_config & c) {
     return c.lookup_max != 0.0f  ? "kv_lookup"
            : c.threshold >= 0.0f ? "kv_threshold"
            : c.min_tokens >= 0   ? "kv_min_tokens"
+           : c.max_tokens != 0   ? "kv_max_tokens"
            : c.min_context >= 0  ? "kv_min_context"
            : c.layers[0] != '\0' ? "kv_layers"
            : c.alignment         ? "kv_alignment"
+           : c.hierarchical != 0 ? "kv_hierarchical"
+           : c.span_pool != 0    ? "kv_span_pool"
                                  : nullptr;
 }
 
@@ -199,6 +205,18 @@ bool parse_score(const char * value, uint32_t & score) {
     }
 }
 
+const char * const k_hierarchical[] = {"auto", "on", "off"};  // kvfold_hierarchical
+
+bool check_max_tokens(int32_t tokens) {
+    return (tokens >= 0 && tokens <= 65535) ||
+           fail(message("kv_max_tokens must be from 0 (no bound) to 65535 tokens, got %d", tokens));
+}
+
+bool check_span_pool(int32_t groups) {
+    return (groups >= 1 && groups <= kMaxPool) ||
+           fail(message("kv_span_pool must be from 1 to %d groups, got %d", kMaxPool, groups));
+}
+
 bool is_any(const char * key, const char * a, const char * b) {
     return std::strcmp(key, a) == 0 || std::strcmp(key, b) == 0;
 }
@@ -234,8 +252,11 @@ kvfold_config resolve(kvfold_config config) {
             config.lookup_min = kLookupMin;
             config.lookup_max = kLookupMax;
         }
-        config.threshold  = config.threshold < 0.0f ? kThreshold : config.threshold;
-        config.min_tokens = config.min_tokens < 0 ? kMinTokens : config.min_tokens;
+        config.threshold = config.threshold < 0.0f ? kThreshold : config.threshold;
+        if (config.min_tokens < 0) {
+            config.min_tokens = config.max_tokens > 0 ? std::min(kMinTokens, config.max_tokens) : kMinTokens;
+        }
+        config.span_pool = config.span_pool == 0 ? kSpanPool : config.span_pool;
     }
     return config;
 }
@@ -322,6 +343,10 @@ const char * kvfold_score_name(uint32_t score) {
     return name.c_str();
 }
 
+const char * kvfold_hierarchical_name(enum kvfold_hierarchical hierarchical) {
+    return k_hierarchical[int(hierarchical)];
+}
+
 const char * kvfold_last_error(void) { return t_last_error.c_str(); }
 
 kvfold_config kvfold_config_default(kvfold_type type) {
@@ -390,6 +415,21 @@ bool kvfold_config_set(kvfold_config * config, const char * key, const char * va
                ((config->min_tokens >= 0 && config->min_tokens <= 65535) ||
                 fail(message("kv_min_tokens must be from 0 to 65535 tokens, got %s", value)));
     }
+    if (is_any(key, "max_tokens", "kv_max_tokens")) {
+        return parse_int("max_tokens", value, config->max_tokens) && check_max_tokens(config->max_tokens);
+    }
+    if (is_any(key, "hierarchical", "kv_hierarchical")) {
+        for (size_t i = 0; i < sizeof(k_hierarchical) / sizeof(*k_hierarchical); ++i) {
+            if (std::strcmp(value, k_hierarchical[i]) == 0) {
+                config->hierarchical = kvfold_hierarchical(i);
+                return true;
+            }
+        }
+        return fail(message("kv_hierarchical '%s' is unknown; possible: auto, on, off", value));
+    }
+    if (is_any(key, "span_pool", "kv_span_pool")) {
+        return parse_int("span_pool", value, config->span_pool) && check_span_pool(config->span_pool);
+    }
     if (is_any(key, "min_context", "kv_min_context")) {
         return parse_int("min_context", value, config->min_context) &&
                (config->min_context >= 0 || fail(message("kv_min_context must be 0 tokens or more, got %s", value)));
@@ -420,8 +460,8 @@ bool kvfold_config_set(kvfold_config * config, const char * key, const char * va
         return parse_score(value, config->score);
     }
     return fail(message("unknown cache setting '%s'; possible: kv_type, kv_group, kv_tail, kv_sinks, kv_swa_type, "
-                        "kv_lookup, kv_threshold, kv_min_tokens, kv_min_context, kv_layers, kv_alignment, "
-                        "kv_keep, kv_score",
+                        "kv_lookup, kv_threshold, kv_min_tokens, kv_max_tokens, kv_min_context, kv_layers, "
+                        "kv_alignment, kv_hierarchical, kv_span_pool, kv_keep, kv_score",
                         key));
 }
 
@@ -468,6 +508,20 @@ bool kvfold_config_check(const kvfold_config * config) {
     }
     if (c.min_tokens > 65535) {
         return fail(message("kv_min_tokens must be from 0 to 65535 tokens, got %d", c.min_tokens));
+    }
+    if (!check_max_tokens(c.max_tokens) || !check_span_pool(c.span_pool)) {
+        return false;
+    }
+    if (c.max_tokens > 0 && c.max_tokens < std::max(c.group, c.min_tokens)) {
+        return fail(message("kv_max_tokens %d is less than %s %d", c.max_tokens,
+                            c.max_tokens < c.group ? "kv_group" : "kv_min_tokens",
+                            c.max_tokens < c.group ? c.group : c.min_tokens));
+    }
+    if (int(c.hierarchical) < 0 || int(c.hierarchical) > int(KVFOLD_HIERARCHICAL_OFF)) {
+        return fail(message("kv_hierarchical %d is unknown; possible: auto, on, off", int(c.hierarchical)));
+    }
+    if (c.hierarchical == KVFOLD_HIERARCHICAL_ON && c.lookup_max >= 1.0f) {
+        return fail("kv_hierarchical on has no effect with a kv_lookup of 1: everything is read; possible: auto, off");
     }
     std::vector<LayerMode> modes;
     return layer_modes(c.layers, {}, modes);

@@ -22,8 +22,9 @@ namespace {
 class PlanInput : public llm_graph_input_i {
   public:
     PlanInput(kvfold_cache * cache, ggml_context * ctx, int64_t n_kv, int64_t n_tokens)
-        : layout_(plan_layout((n_kv + 31) / 32, cache->near.n_rows(), n_tokens, cache->config.group)), cache_(cache),
-          n_tokens_(n_tokens), sparse_(cache->plan.sparse), needs_mask_(cache->plan.needs_mask),
+        : n_kv(n_kv), layout_(plan_layout((n_kv + 31) / 32, cache->near.n_rows(), n_tokens, cache->config.group,
+                                          cache->spans.size())),
+          cache_(cache), n_tokens_(n_tokens), sparse_(cache->plan.sparse), needs_mask_(cache->plan.needs_mask),
           fused_rotation_(cache->fused_rotation) {
         words = ggml_new_tensor_1d(ctx, GGML_TYPE_I32, layout_.size);
         ggml_set_input(words);
@@ -36,19 +37,23 @@ class PlanInput : public llm_graph_input_i {
         }
         const UbatchPlan & plan = cache_->plan;
         GGML_ASSERT(commits.empty());  // a graph has all layers of its cache
-        GGML_ASSERT(int64_t(plan.far_bits.size()) == layout_.exact - layout_.far &&
+        GGML_ASSERT(int64_t(plan.far_bits.size()) == layout_.ready - layout_.far &&
+                    int64_t(plan.ready.size()) == layout_.exact - layout_.ready &&
                     int64_t(plan.exact.size()) <= layout_.exact_capacity && plan.n_groups <= layout_.fold_capacity &&
-                    int64_t(plan.store_dst.size()) == n_tokens_);
+                    int64_t(plan.spans.size()) <= layout_.span_capacity && int64_t(plan.store_dst.size()) == n_tokens_);
         values_.resize(size_t(layout_.size));
         values_[kPlanFolds] = plan.n_groups;
         values_[kPlanEpoch] = plan.epoch;
+        values_[kPlanSpans] = int32_t(plan.spans.size());
         std::memcpy(&values_[size_t(layout_.far)], plan.far_bits.data(), plan.far_bits.size() * sizeof(uint32_t));
+        std::copy(plan.ready.begin(), plan.ready.end(), values_.begin() + layout_.ready);
         std::memcpy(&values_[size_t(layout_.exact)], plan.exact.data(), plan.exact.size() * sizeof(ExactCell));
         for (int64_t i = int64_t(plan.exact.size()); i < layout_.exact_capacity; ++i) {
             values_[size_t(layout_.exact + 2 * i)]     = 0;
             values_[size_t(layout_.exact + 2 * i + 1)] = kSrcHidden;
         }
         std::copy(plan.fold_entries.begin(), plan.fold_entries.end(), values_.begin() + layout_.fold);
+        std::copy(plan.spans.begin(), plan.spans.end(), values_.begin() + layout_.spans);
         std::copy(plan.store_dst.begin(), plan.store_dst.end(), values_.begin() + layout_.store);
         ggml_backend_tensor_set(words, values_.data(), 0, values_.size() * sizeof(int32_t));
     }
@@ -56,12 +61,13 @@ class PlanInput : public llm_graph_input_i {
     bool can_reuse(const llm_graph_params & params) override {
         const UbatchPlan & plan = cache_->plan;
         return int64_t(params.ubatch.n_tokens) == n_tokens_ &&
-               int64_t(plan.far_bits.size()) == layout_.exact - layout_.far && plan.sparse == sparse_ &&
+               int64_t(plan.far_bits.size()) == layout_.ready - layout_.far && plan.sparse == sparse_ &&
                plan.needs_mask == needs_mask_ && cache_->fused_rotation == fused_rotation_;
     }
 
     const kvfold_cache * cache() const { return cache_; }
 
+    const int64_t              n_kv;
     ggml_tensor *              words;    // PlanLayout
     std::vector<ggml_tensor *> commits;  // store nodes that the graph will get with its last layer
 
@@ -84,9 +90,10 @@ struct NodeSpec {
     const CacheLayer & layer;
     int32_t            group;
     Rotation           rot;
-    float              scale   = 0.0f;
-    float              softcap = 0.0f;
-    LookupBudget       budget  = {};  // of a select node
+    float              scale      = 0.0f;
+    float              softcap    = 0.0f;
+    LookupBudget       budget     = {};  // of a select node, as the next
+    int32_t            most_spans = 0;
 };
 
 // Shares are rounded down: the number of groups is rounded up later.
@@ -101,9 +108,10 @@ void make_custom(ggml_tensor * t, NodeOp op, const NodeSpec & spec, std::initial
     std::memcpy(reinterpret_cast<char *>(t->op_params) + sizeof(void *), &all_threads, sizeof(all_threads));
     const NodeParams p = {kNodeMagic,
                           int16_t(op),
-                          int16_t(spec.group),
-                          layer.n_head_kv,
-                          layer.head_dim,
+                          int8_t(spec.group),
+                          int8_t(layer.n_spans > 0),
+                          int16_t(layer.n_head_kv),
+                          int16_t(layer.head_dim),
                           int32_t(layer.far_k->ne[1]),
                           int32_t(layer.near->ne[1]),
                           int16_t(spec.rot.k),
@@ -113,7 +121,9 @@ void make_custom(ggml_tensor * t, NodeOp op, const NodeSpec & spec, std::initial
                           share_units(spec.budget.lookup_min),
                           share_units(spec.budget.lookup_max),
                           share_units(spec.budget.threshold),
-                          uint16_t(spec.budget.min_tokens)};
+                          uint16_t(spec.budget.min_tokens),
+                          uint16_t(spec.budget.max_tokens),
+                          uint16_t(spec.most_spans)};
     std::memcpy(t->op_params + kNodeSlot, &p, sizeof(p));
     std::copy(sources.begin(), sources.end(), t->src);
 }
@@ -202,6 +212,7 @@ ggml_tensor * select_groups(const llm_graph_context & g, const kvfold_cache & ca
     const kvfold_config & config = cache.config;
     const auto select = [&](const LookupBudget & budget, ggml_tensor * pool, int32_t capacity, const char * what) {
         spec.budget          = budget;
+        spec.most_spans      = spec.layer.mode == LayerMode::full ? cache.most_spans(input.n_kv) : 0;
         const bool    unread = budget.lookup_max > 0.0f;
         ggml_tensor * node   = select_node(g.ctx0, spec, q, input.words, mask, pool, capacity, unread);
         ggml_format_name(node, "kvfold_%s-%d", what, il);
@@ -209,14 +220,15 @@ ggml_tensor * select_groups(const llm_graph_context & g, const kvfold_cache & ca
         ggml_build_forward_expand(g.gf, node);
         return node;
     };
-    const LookupBudget budget = {config.lookup_min, config.lookup_max, config.threshold, config.min_tokens};
+    const LookupBudget budget = {config.lookup_min, config.lookup_max, config.threshold, config.min_tokens,
+                                 config.max_tokens};
     switch (spec.layer.mode) {
     case LayerMode::dense:
         return nullptr;
     case LayerMode::full:
         if (spec.layer.makes_pool) {
             // A node of its own, with a fixed number of tokens, that is not counted.
-            input.pool = select({0.0f, 0.0f, 0.0f, kPoolTokens}, nullptr, cache.pool_capacity, "pool");
+            input.pool = select({0.0f, 0.0f, 0.0f, kPoolTokens, 0}, nullptr, cache.pool_capacity, "pool");
         }
         return input.chosen = select(budget, nullptr, cache.list_capacity, "select");
     case LayerMode::reindex:
@@ -286,7 +298,7 @@ bool run_fold(const CacheLayer & layer, int32_t group, const std::vector<int32_t
     rows.k_cur          = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_F32, gqa, n_cur);
     rows.v_cur          = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_F32, gqa, n_cur);
 
-    const PlanLayout layout = plan_layout(0, layer.near->ne[1], n_cur, group);
+    const PlanLayout layout = plan_layout(0, layer.near->ne[1], n_cur, group, layer.n_spans);
     ggml_tensor *    plan   = ggml_new_tensor_1d(ctx.get(), GGML_TYPE_I32, layout.size);
     ggml_tensor *    node   = fold_node(ctx.get(), {rows, group, {}}, plan, nullptr);
     ggml_cgraph *    gf     = ggml_new_graph_custom(ctx.get(), 8, false);
@@ -309,11 +321,12 @@ namespace {
 constexpr int64_t kProbeCells = 256, kProbeNear = 1;
 
 // A layer with placeholders.
-CacheLayer probe_layer(ggml_context * ctx, int32_t n_head_kv, int32_t head_dim, int32_t group) {
+CacheLayer probe_layer(ggml_context * ctx, int32_t n_head_kv, int32_t head_dim, int32_t group, int32_t n_spans) {
     constexpr int64_t n_cells = kProbeCells, n_near = kProbeNear;
     const int64_t     gqa  = int64_t(n_head_kv) * head_dim;
-    const TierLayout  tier = tier_layout(n_head_kv, head_dim, int32_t(n_cells / group), int32_t(n_near));
+    const TierLayout  tier = tier_layout(n_head_kv, head_dim, int32_t(n_cells / group), n_spans, int32_t(n_near));
     CacheLayer        layer{};
+    layer.n_spans   = n_spans;
     layer.n_head_kv = n_head_kv;
     layer.head_dim  = head_dim;
     layer.far_k     = ggml_new_tensor_2d(ctx, GGML_TYPE_NVFP4, gqa, n_cells);
@@ -329,8 +342,8 @@ ggml_tensor * probe_q(ggml_context * ctx, int32_t n_head, int32_t head_dim) {
     return ggml_new_tensor_3d(ctx, GGML_TYPE_F32, head_dim, 1, n_head);
 }
 
-ggml_tensor * probe_plan(ggml_context * ctx, int32_t group) {
-    return ggml_new_tensor_1d(ctx, GGML_TYPE_I32, plan_layout(kProbeCells / 32, kProbeNear, 1, group).size);
+ggml_tensor * probe_plan(ggml_context * ctx, int32_t group, int32_t n_spans) {
+    return ggml_new_tensor_1d(ctx, GGML_TYPE_I32, plan_layout(kProbeCells / 32, kProbeNear, 1, group, n_spans).size);
 }
 
 ggml_tensor * probe_mask(ggml_context * ctx) { return ggml_new_tensor_2d(ctx, GGML_TYPE_F16, kProbeCells, 1); }
@@ -338,19 +351,24 @@ ggml_tensor * probe_mask(ggml_context * ctx) { return ggml_new_tensor_2d(ctx, GG
 }  // namespace
 
 ggml_tensor * probe_attend(ggml_context * ctx, int32_t n_head, int32_t n_head_kv, int32_t head_dim, int32_t group) {
-    const CacheLayer layer = probe_layer(ctx, n_head_kv, head_dim, group);
-    return attend_node(ctx, {layer, group, {}, 1.0f}, probe_q(ctx, n_head, head_dim), probe_plan(ctx, group),
+    const CacheLayer layer = probe_layer(ctx, n_head_kv, head_dim, group, 0);
+    return attend_node(ctx, {layer, group, {}, 1.0f}, probe_q(ctx, n_head, head_dim), probe_plan(ctx, group, 0),
                        probe_mask(ctx), nullptr, nullptr);
 }
 
 ggml_tensor * probe_select(ggml_context * ctx, int32_t n_head, int32_t n_head_kv, int32_t head_dim, int32_t group,
-                           bool pool) {
-    const CacheLayer layer    = probe_layer(ctx, n_head_kv, head_dim, group);
+                           LookupKind kind) {
+    const int32_t    n_spans  = kind == LookupKind::two_levels ? int32_t(kProbeCells / kSpanCells) : 0;
+    const CacheLayer layer    = probe_layer(ctx, n_head_kv, head_dim, group, n_spans);
     const int32_t    capacity = int32_t(kProbeCells / group);
-    ggml_tensor *    groups =
-        pool ? ggml_new_tensor_3d(ctx, GGML_TYPE_I32, group_list_stride(capacity), n_head_kv, 1) : nullptr;
-    return select_node(ctx, {layer, group, {}, 1.0f}, probe_q(ctx, n_head, head_dim), probe_plan(ctx, group),
-                       probe_mask(ctx), groups, capacity, false);
+    NodeSpec         spec     = {layer, group, {}, 1.0f};
+    spec.budget.max_tokens    = kind == LookupKind::bounded ? group : 0;
+    spec.most_spans           = n_spans / 2;
+    ggml_tensor * groups      = kind == LookupKind::from_pool
+                                    ? ggml_new_tensor_3d(ctx, GGML_TYPE_I32, group_list_stride(capacity), n_head_kv, 1)
+                                    : nullptr;
+    return select_node(ctx, spec, probe_q(ctx, n_head, head_dim), probe_plan(ctx, group, n_spans), probe_mask(ctx),
+                       groups, capacity, false);
 }
 
 }  // namespace kvfold

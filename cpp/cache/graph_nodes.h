@@ -21,8 +21,10 @@ std::vector<float> run_score(const std::vector<CacheLayer> & layers, int32_t gro
 // An attend node with placeholder sources of the right types and shapes, to ask a device whether it supports the operation.
 ggml_tensor * probe_attend(ggml_context * ctx, int32_t n_head, int32_t n_head_kv, int32_t head_dim, int32_t group);
 
-// The same for a select node, with or without a pool to choose from.
+// The same for a select node: one that chooses among all groups, or with something more: the pool of another layer, spans first,
+// max_tokens.
+enum class LookupKind { plain, from_pool, two_levels, bounded };
 ggml_tensor * probe_select(ggml_context * ctx, int32_t n_head, int32_t n_head_kv, int32_t head_dim, int32_t group,
-                           bool pool);
+                           LookupKind kind);
 
 }  // namespace kvfold

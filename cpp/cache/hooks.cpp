@@ -35,9 +35,9 @@ bool device_attends(ggml_backend_dev_t dev, const llama_hparams & hparams, uint3
     return ggml_backend_dev_supports_op(dev, node);
 }
 
-// Whether the device of a layer runs a select node.
+// Whether the device of a layer runs such a select node.
 bool device_selects(const kvfold_cache & cache, const kvfold::CacheLayer & layer, const llama_hparams & hparams,
-                    bool pool) {
+                    kvfold::LookupKind kind) {
     ggml_backend_dev_t dev = ggml_backend_buft_get_device(ggml_backend_buffer_get_type(layer.far_k->buffer));
     if (dev == nullptr || ggml_backend_dev_type(dev) == GGML_BACKEND_DEVICE_TYPE_CPU) {
         return true;
@@ -45,12 +45,13 @@ bool device_selects(const kvfold_cache & cache, const kvfold::CacheLayer & layer
     ggml_context_ptr ctx(ggml_init({ggml_tensor_overhead() * 16, nullptr, true}));
     return ggml_backend_dev_supports_op(
         dev, kvfold::probe_select(ctx.get(), int32_t(hparams.n_head(uint32_t(layer.il))), layer.n_head_kv,
-                                  layer.head_dim, cache.config.group, pool));
+                                  layer.head_dim, cache.config.group, kind));
 }
 
 // Decides what each layer does. Throws when the settings do not fit the model.
 void set_modes(kvfold_cache & cache, const llama_hparams & hparams) {
     using kvfold::LayerMode;
+    using kvfold::LookupKind;
     if (!kvfold::has_lookup(cache.config.type) || cache.config.lookup_max >= 1.0f) {
         return;
     }
@@ -64,6 +65,7 @@ void set_modes(kvfold_cache & cache, const llama_hparams & hparams) {
     }
     int32_t chosen_heads = 0;  // of the layer whose choice may be taken over
     bool    no_pools     = false;
+    bool    no_spans     = cache.spans.size() == 0;
     for (size_t i = 0; i < modes.size(); ++i) {
         const kvfold::CacheLayer & layer = cache.layers[i];
         if (modes[i] == LayerMode::reuse || modes[i] == LayerMode::reindex) {
@@ -76,15 +78,33 @@ void set_modes(kvfold_cache & cache, const llama_hparams & hparams) {
         } else if (modes[i] == LayerMode::full) {
             chosen_heads = layer.n_head_kv;
         }
-        if (modes[i] != LayerMode::dense && !device_selects(cache, layer, hparams, false)) {
+        if (modes[i] != LayerMode::dense && !device_selects(cache, layer, hparams, LookupKind::plain)) {
             LLAMA_LOG_WARN("kvfold: the device of layer %d cannot look up; decoding reads the whole cache\n", layer.il);
             return;
         }
-        if (modes[i] == LayerMode::reindex && !device_selects(cache, layer, hparams, true)) {
+        if (modes[i] != LayerMode::dense && cache.config.max_tokens > 0 &&
+            !device_selects(cache, layer, hparams, LookupKind::bounded)) {
+            kvfold::fail(kvfold::message("kv_max_tokens %d: the device of layer %d cannot bound what is read; possible "
+                                         "there: 0 (no bound)",
+                                         cache.config.max_tokens, layer.il));
+            throw std::runtime_error(kvfold_last_error());
+        }
+        if (modes[i] == LayerMode::reindex && !device_selects(cache, layer, hparams, LookupKind::from_pool)) {
             no_pools = true;
             modes[i] = LayerMode::full;
         }
+        if (modes[i] == LayerMode::full && !no_spans &&
+            !device_selects(cache, layer, hparams, LookupKind::two_levels)) {
+            no_spans = true;
+            if (cache.config.hierarchical == KVFOLD_HIERARCHICAL_ON) {
+                kvfold::fail(kvfold::message("kv_hierarchical on: the device of layer %d cannot search in two levels; "
+                                             "possible there: auto, off",
+                                             layer.il));
+                throw std::runtime_error(kvfold_last_error());
+            }
+        }
     }
+    cache.searches_spans = !no_spans;
     if (no_pools) {
         LLAMA_LOG_WARN("kvfold: this device cannot choose from a pool; reindex layers choose from everything, as full "
                        "layers do\n");
@@ -202,6 +222,9 @@ void kvfold_access::attach(llama_kv_cache & kv) {
     };
     std::map<ggml_backend_buffer_type_t, ggml_context_ptr, BuftLess> contexts;
 
+    cache.spans.resize(kvfold::span_count(
+        cache.config, kvfold::stored_tokens(cache.config, cache.n_ctx, cache.n_seq_max), cache.n_cells));
+
     int32_t most_columns = 1;
     bool    all_host = true, one_device = true;
     for (size_t ikv = 0; ikv < kv.layers.size(); ++ikv) {
@@ -211,6 +234,7 @@ void kvfold_access::attach(llama_kv_cache & kv) {
         layer.last_il   = layer.il;
         layer.n_head_kv = int32_t(kv.hparams.n_head_kv(from.il));
         layer.head_dim  = int32_t(kv.hparams.n_embd_head_k(from.il));
+        layer.n_spans   = int32_t(cache.spans.size());
         layer.far_k     = from.k;
         layer.far_v     = from.v;
         for (const auto & [il, index] : kv.map_layer_ids) {
@@ -231,11 +255,11 @@ void kvfold_access::attach(llama_kv_cache & kv) {
         one_device            = one_device && !ggml_backend_buffer_is_host(from.k->buffer) &&
                                 buft == ggml_backend_buffer_get_type(kv.layers[0].k->buffer);
         cache.final_il        = std::max(cache.final_il, layer.last_il);
-        const auto tier       = kvfold::tier_layout(layer.n_head_kv, layer.head_dim, int32_t(cache.n_groups()),
-                                                    int32_t(cache.near.n_rows()));
-        layer.tier            = ggml_new_tensor_1d(ctx.get(), GGML_TYPE_I8, int64_t(tier.bytes));
-        layer.side            = ggml_view_1d(ctx.get(), layer.tier, int64_t(tier.side.bytes), 0);
-        layer.near            = ggml_new_tensor_3d(ctx.get(), GGML_TYPE_F16, gqa, cache.near.n_rows(), 2);
+        const auto tier = kvfold::tier_layout(layer.n_head_kv, layer.head_dim, int32_t(cache.n_groups()), layer.n_spans,
+                                              int32_t(cache.near.n_rows()));
+        layer.tier      = ggml_new_tensor_1d(ctx.get(), GGML_TYPE_I8, int64_t(tier.bytes));
+        layer.side      = ggml_view_1d(ctx.get(), layer.tier, int64_t(tier.side.bytes), 0);
+        layer.near      = ggml_new_tensor_3d(ctx.get(), GGML_TYPE_F16, gqa, cache.near.n_rows(), 2);
         layer.near->view_src  = layer.tier;  // ggml's own views cannot change the type
         layer.near->view_offs = tier.near_offset;
         ggml_format_name(layer.tier, "cache_tier_l%d", layer.il);
@@ -313,7 +337,8 @@ void kvfold_access::applied(llama_kv_cache & kv, const llama_kv_cache::slot_info
     for (uint32_t s = 0; s < ubatch.n_seqs_unq; ++s) {
         seqs.set(size_t(ubatch.seq_id_unq[s]));
     }
-    cache.plan           = cache.near.plan(cells, sinfo.idxs[0], seqs, n_kv);
+    cache.plan = cache.near.plan(cells, sinfo.idxs[0], seqs, n_kv);
+    cache.spans.add_to_plan(cells, seqs, cache.plan);
     cache.plan.sparse    = looks_up(cache, cells, seqs, ubatch.n_tokens);
     cache.fused_rotation = int64_t(ubatch.n_tokens) <= cache.fused_queries;
 

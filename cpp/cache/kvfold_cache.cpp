@@ -8,6 +8,7 @@
 #include "cache/cell_groups.h"
 #include "cache/graph_nodes.h"
 #include "cache/hooks.h"
+#include "cache/lookup.h"
 #include "llama-impl.h"
 #include "ops/kv_align.h"
 
@@ -47,13 +48,21 @@ kvfold_cache::~kvfold_cache() {
     }
 }
 
+kvfold::SideLayout kvfold_cache::side_layout(const kvfold::CacheLayer & layer) const {
+    return kvfold::side_layout(layer.n_head_kv, layer.head_dim, int32_t(n_groups()), layer.n_spans);
+}
+
+int32_t kvfold_cache::most_spans(int64_t n_kv) const {
+    return searches_spans && kvfold::exceeds_pool(config, n_kv) ? kvfold::pool_spans(config) : 0;
+}
+
 kvfold_cache::Lookups kvfold_cache::lookups() const {
     Lookups sum{};
     for (const auto & layer : layers) {
         if (!looks_up || ggml_backend_buffer_get_size(layer.tier->buffer) == 0) {
             continue;  // nothing was allocated: a dry run
         }
-        const auto layout      = kvfold::side_layout(layer.n_head_kv, layer.head_dim, int32_t(n_groups()));
+        const auto layout      = side_layout(layer);
         uint64_t   counters[2] = {};
         ggml_backend_tensor_get(layer.side, counters, layout.counters_offset, sizeof(counters));
         sum.visible += counters[0];
@@ -131,15 +140,18 @@ kvfold_cache * kvfold_cache::find(const ggml_tensor * far_k, size_t & layer) {
 }
 
 void kvfold_cache::repair(const llama_kv_cells & cells, const std::vector<uint32_t> & reused) {
-    if (plan.n_groups == 0) {
+    if (plan.n_groups == 0 && plan.spans.empty()) {
         return;
     }
     const std::unordered_set<uint32_t> next(reused.begin(), reused.end());
     const bool removed = std::any_of(plan.cells.begin(), plan.cells.end(),
                                      [&](uint32_t c) { return cells.is_empty(c) || next.count(c) > 0; });
     if (!removed) {
+        spans.done(plan.spans);
+        plan.spans.clear();
         return;  // the graph ran; nothing to ask the device
     }
+    plan.spans.clear();  // they are planned again
 
     // The rows of the micro-batch are gone with the graph; the groups are folded without them, which is what they now hold.
     std::vector<int32_t> entries = plan.fold_entries;
@@ -151,7 +163,7 @@ void kvfold_cache::repair(const llama_kv_cells & cells, const std::vector<uint32
     }
 
     for (const auto & layer : layers) {
-        const auto layout = kvfold::side_layout(layer.n_head_kv, layer.head_dim, int32_t(n_groups()));
+        const auto layout = side_layout(layer);
         int32_t    epoch  = 0;
         ggml_backend_tensor_get(layer.side, &epoch, layout.epoch_offset, sizeof(epoch));
         if (epoch == plan.epoch) {

@@ -8,6 +8,7 @@
 #include "cache/config.h"
 #include "cache/eviction.h"
 #include "cache/near_pool.h"
+#include "cache/span_index.h"
 #include "ggml-backend.h"
 #include "ggml-cpp.h"
 #include "kvfold/kvfold.h"
@@ -22,6 +23,7 @@ struct CacheLayer {
     int32_t       last_il;  // last layer of the model that reads this cache layer (models that share keys and values)
     int32_t       n_head_kv;
     int32_t       head_dim;
+    int32_t       n_spans    = 0;  // the same in all layers of a cache
     LayerMode     mode       = LayerMode::dense;
     bool          makes_pool = false;  // a later layer is in reindex mode and takes this one's pool
     ggml_tensor * far_k;               // nvfp4 [gqa, n_cells], the cache's own root tensors
@@ -48,6 +50,8 @@ struct kvfold_cache {
     uint32_t group() const { return uint32_t(config.group); }
     uint32_t n_groups() const { return n_cells / group(); }
 
+    kvfold::SideLayout side_layout(const kvfold::CacheLayer & layer) const;
+
     const kvfold_config config;
     const uint32_t      n_ctx;  // tokens that fit
     const uint32_t      n_seq_max;
@@ -72,6 +76,12 @@ struct kvfold_cache {
     uint32_t lookup_queries = 0;  // a micro-batch of up to so many tokens may
     int32_t  list_capacity  = 0;  // groups
     int32_t  pool_capacity  = 0;
+
+    // The search in two levels. Spans are kept where the settings ask for it; a device may not be able to use them.
+    kvfold::SpanIndex spans;
+    bool              searches_spans = false;
+    // SelectArgs::most_spans of a look-up among `n_kv` cells; 0: it looks at all groups.
+    int32_t most_spans(int64_t n_kv) const;
 
     // Whether there is room for less than n_ctx tokens.
     bool evicts() const { return kvfold::stored_tokens(config, n_ctx, n_seq_max) < n_ctx; }
@@ -108,7 +118,7 @@ struct kvfold_cache {
     // kvfold_get_alignment()
     std::vector<kvfold_alignment> alignment() const;
 
-    // Finishes the folds of `plan` in layers that an aborted graph did not reach. After an abort the micro-batch's tokens are
+    // Takes note of what the graph of `plan` has done, and finishes its folds in layers that it did not reach when aborted. After an abort the micro-batch's tokens are
     // removed, so its cells are empty now or among `reused`, the cells of the next micro-batch.
     void repair(const llama_kv_cells & cells, const std::vector<uint32_t> & reused);
 

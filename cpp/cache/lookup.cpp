@@ -4,6 +4,9 @@
 #include <bitset>
 #include <cmath>
 
+#include "cache/config.h"
+#include "ops/kv_ops.h"
+
 namespace kvfold {
 
 FarCount count_far(const std::vector<uint32_t> & far_bits, uint32_t group) {
@@ -37,9 +40,26 @@ uint32_t groups_of(int32_t tokens, int32_t group) { return uint32_t((tokens + gr
 
 }  // namespace
 
+bool exceeds_pool(const kvfold_config & config, int64_t n_kv) {
+    return n_kv / config.group > config.span_pool &&
+           (config.hierarchical == KVFOLD_HIERARCHICAL_ON ||
+            (config.hierarchical == KVFOLD_HIERARCHICAL_AUTO && n_kv > kMinSpanCells));
+}
+
+int32_t pool_spans(const kvfold_config & config) { return std::max(1, config.span_pool / (kSpanCells / config.group)); }
+
+uint32_t span_count(const kvfold_config & config, uint32_t n_tokens, uint32_t n_cells) {
+    const bool searched = has_lookup(config.type) && config.lookup_max < 1.0f && exceeds_pool(config, n_tokens);
+    return searched ? n_cells / uint32_t(kSpanCells) : 0;
+}
+
 int32_t list_capacity(const kvfold_config & config, uint32_t n_groups, uint32_t n_seq_max) {
     const auto share = uint32_t(std::ceil(double(config.lookup_max) * n_groups));
-    return with_partials(std::max(share, groups_of(config.min_tokens, config.group)), n_groups, n_seq_max);
+    uint32_t   most  = std::max(share, groups_of(config.min_tokens, config.group));
+    if (config.max_tokens > 0) {
+        most = std::min(most, uint32_t(config.max_tokens / config.group));
+    }
+    return with_partials(most, n_groups, n_seq_max);
 }
 
 int32_t pool_capacity(const kvfold_config & config, uint32_t n_groups, uint32_t n_seq_max) {

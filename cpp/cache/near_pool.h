@@ -20,6 +20,8 @@ struct UbatchPlan {
     std::vector<int32_t>   fold_entries;        // n_groups * (1 + group)
     int32_t                n_groups = 0;
     std::vector<int32_t>   store_dst;  // [n_tokens]
+    std::vector<uint32_t>  ready;      // SelectArgs::ready
+    std::vector<int32_t>   spans;      // FoldArgs::spans
     std::vector<uint32_t>  cells;      // the micro-batch's own cells
 };
 

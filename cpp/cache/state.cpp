@@ -99,9 +99,9 @@ std::vector<std::pair<size_t, size_t>> runs(const std::vector<GroupRecord> & gro
 
 // Bytes of one layer's rows.
 struct RowSizes {
-    RowSizes(const CacheLayer & layer, uint32_t n_groups)
-        : layout(side_layout(layer.n_head_kv, layer.head_dim, int32_t(n_groups))), far(layer.far_k->nb[1]),
-          near(layer.near->nb[1]), spread(size_t(layer.n_head_kv) * sizeof(ggml_fp16_t)) {}
+    RowSizes(const kvfold_cache & cache, const CacheLayer & layer)
+        : layout(cache.side_layout(layer)), far(layer.far_k->nb[1]), near(layer.near->nb[1]),
+          spread(size_t(layer.n_head_kv) * sizeof(ggml_fp16_t)) {}
 
     SideLayout layout;
     size_t     far;
@@ -201,7 +201,7 @@ void kvfold_access::state_write(const llama_kv_cache & kv, llama_io_write_i & io
     }
 
     for (const auto & layer : cache.layers) {
-        const RowSizes size(layer, cache.n_groups());
+        const RowSizes size(cache, layer);
         const size_t   start = w.out.size();
         w.out.resize(start + group_bytes(size, group) * groups.size());
         move_group_rows(layer, size, group, groups, w.out.data() + start, get_tensor);
@@ -327,7 +327,7 @@ void kvfold_access::state_read(llama_kv_cache & kv, llama_io_read_i & io, llama_
     }
     size_t rest = 0;
     for (const auto & layer : cache.layers) {
-        const RowSizes size(layer, cache.n_groups());
+        const RowSizes size(cache, layer);
         rest += group_bytes(size, group) * n_groups + 2 * n_near * size.near;
     }
     if (n_near_seen != n_near || r.rest() != rest) {
@@ -368,6 +368,7 @@ void kvfold_access::state_read(llama_kv_cache & kv, llama_io_read_i & io, llama_
     // 3. Nothing fails from here on.
     cache.repair(cells, {});
     cache.plan = {};
+    cache.spans.clear();
     if (seq_id < 0) {
         kv.clear(false);
         cache.near.clear();
@@ -398,7 +399,7 @@ void kvfold_access::state_read(llama_kv_cache & kv, llama_io_read_i & io, llama_
     }
 
     for (const auto & layer : cache.layers) {
-        const RowSizes        size(layer, cache.n_groups());
+        const RowSizes        size(cache, layer);
         const unsigned char * rows = r.take(group_bytes(size, group) * n_groups);
         move_group_rows(layer, size, group, groups, const_cast<unsigned char *>(rows), set_tensor);
         for (size_t kv_half = 0; kv_half < 2; ++kv_half) {

@@ -63,6 +63,11 @@ void kvfold_add_args(std::vector<common_arg> & options) {
                    "LLAMA_ARG_KV_MIN_TOKENS",
                    [](common_params &, const std::string & value) { kvfold::set_kv_option("kv_min_tokens", value); }));
         options.push_back(
+            option("--kv-max-tokens", "N",
+                   "fp4_csa2: folded tokens that a query reads at most, for each KV head (default: 0, no bound)",
+                   "LLAMA_ARG_KV_MAX_TOKENS",
+                   [](common_params &, const std::string & value) { kvfold::set_kv_option("kv_max_tokens", value); }));
+        options.push_back(
             option("--kv-min-context", "N", "fp4_csa2: shorter sequences are read whole (default: 4096, on a GPU all)",
                    "LLAMA_ARG_KV_MIN_CONTEXT",
                    [](common_params &, const std::string & value) { kvfold::set_kv_option("kv_min_context", value); }));
@@ -71,6 +76,17 @@ void kvfold_add_args(std::vector<common_arg> & options) {
             "fp4_csa2: auto, or what each layer does: dense, full, reuse, reindex, window, as in dense*2,full,reuse*3",
             "LLAMA_ARG_KV_LAYERS",
             [](common_params &, const std::string & value) { kvfold::set_kv_option("kv_layers", value); }));
+        options.push_back(option(
+            "--kv-hierarchical", "WHEN",
+            "fp4_csa2: look at summaries of 128 tokens before those of groups: auto (beyond 65536 tokens), on, off "
+            "(default: auto)",
+            "LLAMA_ARG_KV_HIERARCHICAL",
+            [](common_params &, const std::string & value) { kvfold::set_kv_option("kv_hierarchical", value); }));
+        options.push_back(option(
+            "--kv-span-pool", "N",
+            "fp4_csa2: groups that are left to choose from then; it is done where there are more (default: 16384)",
+            "LLAMA_ARG_KV_SPAN_POOL",
+            [](common_params &, const std::string & value) { kvfold::set_kv_option("kv_span_pool", value); }));
         options.push_back(option(
             "--kv-keep", "SHARE", "fp4_csa2_ced: share of the context that the cache has room for (default: 0.78)",
             "LLAMA_ARG_KV_KEEP",

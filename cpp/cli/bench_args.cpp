@@ -21,8 +21,11 @@ bool kvfold_bench_arg(int argc, char ** argv, int & i, std::vector<ggml_type> & 
         {"--kv-lookup", "kv_lookup"},
         {"--kv-threshold", "kv_threshold"},
         {"--kv-min-tokens", "kv_min_tokens"},
+        {"--kv-max-tokens", "kv_max_tokens"},
         {"--kv-min-context", "kv_min_context"},
         {"--kv-layers", "kv_layers"},
+        {"--kv-hierarchical", "kv_hierarchical"},
+        {"--kv-span-pool", "kv_span_pool"},
         {"--kv-keep", "kv_keep"},
         {"--kv-score", "kv_score"},
     };

@@ -13,8 +13,10 @@ namespace {
 
 // While a graph is planned its inputs hold nothing yet and the largest plan counts; when it runs, the one that it was given.
 FoldArgs real_folds(const ggml_tensor * t) {
-    FoldArgs a = fold_args(t);
-    a.n_groups = tensor_data<const int32_t>(t->src[fold_src::plan])[kPlanFolds];
+    FoldArgs     a      = fold_args(t);
+    const auto * header = tensor_data<const int32_t>(t->src[fold_src::plan]);
+    a.n_groups          = header[kPlanFolds];
+    a.n_spans           = header[kPlanSpans];
     return a;
 }
 

@@ -32,9 +32,10 @@ constexpr int kNodeSlot = 5;
 struct NodeParams {
     int32_t magic;
     int16_t op;     // NodeOp
-    int16_t group;  // cells a group
-    int32_t n_head_kv;
-    int32_t head_dim;
+    int8_t  group;  // cells a group
+    int8_t  spans;  // whether the layer keeps summaries of spans
+    int16_t n_head_kv;
+    int16_t head_dim;
     int32_t n_cells;  // of the layer
     int32_t n_near;   // rows of its near pool
     int16_t rot_k;    // Rotation
@@ -47,6 +48,8 @@ struct NodeParams {
     uint16_t lookup_max;
     uint16_t threshold;
     uint16_t min_tokens;
+    uint16_t max_tokens;
+    uint16_t most_spans;  // select: SelectArgs::most_spans; 0: no search in two levels
 };
 constexpr float kShareUnits = 65535.0f;
 static_assert(sizeof(NodeParams) == 44 && sizeof(NodeParams) <= GGML_MAX_OP_PARAMS - kNodeSlot * sizeof(int32_t),
@@ -62,9 +65,10 @@ struct TierLayout {
     size_t     bytes;
 };
 
-constexpr TierLayout tier_layout(int32_t n_head_kv, int32_t head_dim, int32_t n_groups, int32_t n_near) {
+constexpr TierLayout tier_layout(int32_t n_head_kv, int32_t head_dim, int32_t n_groups, int32_t n_spans,
+                                 int32_t n_near) {
     TierLayout l{};
-    l.side        = side_layout(n_head_kv, head_dim, n_groups);
+    l.side        = side_layout(n_head_kv, head_dim, n_groups, n_spans);
     l.near_offset = (l.side.bytes + 63) / 64 * 64;
     l.near_bytes  = size_t(2) * size_t(n_near) * size_t(n_head_kv) * size_t(head_dim) * sizeof(uint16_t);
     l.bytes       = l.near_offset + l.near_bytes;
@@ -74,15 +78,20 @@ constexpr TierLayout tier_layout(int32_t n_head_kv, int32_t head_dim, int32_t n_
 // What the nodes of a micro-batch are told is one tensor, i32 [PlanLayout::size], because every graph input costs a transfer:
 //   header  [kPlanHeader]
 //   far     [n_words]                         AttendArgs::far_bits
+//   ready   [(n_spans + 31) / 32]             SelectArgs::ready, for all spans of the layer whatever n_words is
 //   exact   [exact_capacity][2]               AttendArgs::exact; entries behind the real ones are kSrcHidden
 //   fold    [fold_capacity][1 + group]        FoldArgs::plan; entries behind the real ones hold anything
+//   spans   [span_capacity]                   FoldArgs::spans; likewise
 //   store   [n_tokens]                        StoreArgs::dst
 struct PlanLayout {
     int64_t exact_capacity;
     int64_t fold_capacity;  // every group that is folded has a near or a current member
-    int64_t far;            // offsets, in words
+    int64_t span_capacity;
+    int64_t far;  // offsets, in words
+    int64_t ready;
     int64_t exact;
     int64_t fold;
+    int64_t spans;
     int64_t store;
     int64_t size;
 };
@@ -91,16 +100,25 @@ constexpr int kPlanHeader = 4;
 enum PlanHeader : int {
     kPlanFolds = 0,  // entries of `fold` that are real
     kPlanEpoch = 1,  // number of this plan, > 0; the store writes it to the side memory when it is done
+    kPlanSpans = 2,  // entries of `spans` that are real
 };
 
-constexpr PlanLayout plan_layout(int64_t n_words, int64_t n_near, int64_t n_tokens, int64_t group) {
+// Spans that a micro-batch can summarise: more than it completes, to catch up after a restore.
+constexpr int64_t span_capacity(int64_t n_spans, int64_t n_tokens) {
+    return n_spans < 64 + n_tokens ? n_spans : 64 + n_tokens;
+}
+
+constexpr PlanLayout plan_layout(int64_t n_words, int64_t n_near, int64_t n_tokens, int64_t group, int64_t n_spans) {
     PlanLayout l{};
     l.exact_capacity = n_near + n_tokens;
     l.fold_capacity  = n_near + n_tokens;
+    l.span_capacity  = kvfold::span_capacity(n_spans, n_tokens);
     l.far            = kPlanHeader;
-    l.exact          = l.far + n_words;
+    l.ready          = l.far + n_words;
+    l.exact          = l.ready + (n_spans + 31) / 32;
     l.fold           = l.exact + 2 * l.exact_capacity;
-    l.store          = l.fold + l.fold_capacity * (1 + group);
+    l.spans          = l.fold + l.fold_capacity * (1 + group);
+    l.store          = l.spans + l.span_capacity;
     l.size           = l.store + n_tokens;
     return l;
 }

@@ -1,6 +1,7 @@
 // kv_fold: groups of exact rows become a summary key, FP4 key differences and FP4 values.
 //
-// Work is spread over (planned group, KV head) pairs, which touch disjoint bytes, so the threads never meet.
+// Work is spread over (planned group, KV head) and (span, KV head) pairs. They touch disjoint bytes, and what spans are made of was
+// folded before, so the threads never meet.
 //
 // A plan entry without a group (negative index) or without any present member is padding and leaves memory as it is.
 
@@ -22,13 +23,21 @@ struct Head {
     int32_t          blocks;  // FP4 blocks of one row of one head
 
     Head(const FoldArgs & args, int32_t h)
-        : a(args), side(side_layout(args.mem.n_head_kv, args.mem.head_dim, args.mem.n_cells / args.mem.group)),
-          index(h), blocks(args.mem.head_dim / kFp4BlockValues) {}
+        : a(args), side(side_layout(args.mem)), index(h), blocks(args.mem.head_dim / kFp4BlockValues) {}
 
     Fp4Block * far_row(Fp4Block * base, int64_t cell) const { return base + (cell * a.mem.n_head_kv + index) * blocks; }
     Fp4Block * summary(int64_t group) const { return far_row(reinterpret_cast<Fp4Block *>(a.mem.side), group); }
-    uint8_t *  spread(int64_t group) const {
-        return a.mem.side + side.spread_offset + 2 * (group * a.mem.n_head_kv + index);
+    uint8_t *  spread(int64_t group) const { return number(side.spread_offset, group); }
+
+    Fp4Block * span_summary(int64_t span) const {
+        return far_row(reinterpret_cast<Fp4Block *>(a.mem.side + side.span_offset), span);
+    }
+    uint8_t * span_spread(int64_t span) const { return number(side.span_spread_offset, span); }
+
+  private:
+    // One f16 a head.
+    uint8_t * number(size_t offset, int64_t row) const {
+        return a.mem.side + offset + 2 * (row * a.mem.n_head_kv + index);
     }
 };
 
@@ -90,6 +99,35 @@ int32_t gather(const Head & head, const int32_t * entry, const Rows & rows) {
     return present;
 }
 
+void add_row(const float * row, float * sum, int32_t dim) {
+    for (int32_t d = 0; d < dim; ++d) {
+        sum[d] += row[d];
+    }
+}
+
+void scale_row(float * row, float factor, int32_t dim) {
+    for (int32_t d = 0; d < dim; ++d) {
+        row[d] *= factor;
+    }
+}
+
+double squared_distance(const float * row, const float * mean, int32_t dim) {
+    float lane[8] = {};
+    for (int32_t d = 0; d < dim; ++d) {
+        lane[d % 8] += (row[d] - mean[d]) * (row[d] - mean[d]);
+    }
+    double sum = 0.0;
+    for (float part : lane) {
+        sum += double(part);
+    }
+    return sum;
+}
+
+void put_f16(uint8_t * to, double value) {
+    const uint16_t half = f16_encode(float(value));
+    memcpy(to, &half, sizeof half);
+}
+
 void encode_group(const Head & head, const int32_t * entry, const Rows & rows) {
     const LayerMemory & mem     = head.a.mem;
     const int32_t       dim     = mem.head_dim;
@@ -105,33 +143,18 @@ void encode_group(const Head & head, const int32_t * entry, const Rows & rows) {
     std::fill_n(mean, dim, 0.0f);
     for (int32_t j = 0; j < mem.group; ++j) {
         if (!absent(j)) {
-            const float * k = rows.k + int64_t(j) * dim;
-            for (int32_t d = 0; d < dim; ++d) {
-                mean[d] += k[d];
-            }
+            add_row(rows.k + int64_t(j) * dim, mean, dim);
         }
     }
-    const float inverse = 1.0f / float(present);
-    for (int32_t d = 0; d < dim; ++d) {
-        mean[d] *= inverse;
-    }
+    scale_row(mean, 1.0f / float(present), dim);
 
     double squares = 0.0;
     for (int32_t j = 0; j < mem.group; ++j) {
         if (!absent(j)) {
-            const float * k       = rows.k + int64_t(j) * dim;
-            float         lane[8] = {};
-            for (int32_t d = 0; d < dim; ++d) {
-                lane[d % 8] += (k[d] - mean[d]) * (k[d] - mean[d]);
-            }
-            for (float part : lane) {
-                squares += double(part);
-            }
+            squares += squared_distance(rows.k + int64_t(j) * dim, mean, dim);
         }
     }
-    const double   variance = squares / (double(present) * double(dim));
-    const uint16_t spread   = f16_encode(float(variance));
-    memcpy(head.spread(group), &spread, sizeof spread);
+    put_f16(head.spread(group), squares / (double(present) * double(dim)));
 
     Fp4Block * summary = head.summary(group);
     fp4_encode_row(mean, summary, dim);
@@ -156,6 +179,32 @@ void encode_group(const Head & head, const int32_t * entry, const Rows & rows) {
     }
 }
 
+void encode_span(const Head & head, int64_t span, const Rows & rows) {
+    const LayerMemory & mem   = head.a.mem;
+    const int32_t       dim   = mem.head_dim;
+    const int32_t       n     = kSpanCells / mem.group;
+    const int64_t       first = span * n;
+    float *             mean  = rows.sum;
+    float *             row   = rows.k;
+    std::fill_n(mean, dim, 0.0f);
+    for (int64_t g = first; g < first + n; ++g) {
+        fp4_decode_row(head.summary(g), row, dim);
+        add_row(row, mean, dim);
+    }
+    scale_row(mean, 1.0f / float(n), dim);
+
+    double within = 0.0, between = 0.0;
+    for (int64_t g = first; g < first + n; ++g) {
+        uint16_t half;
+        memcpy(&half, head.spread(g), sizeof half);
+        within += double(f16_decode(half));
+        fp4_decode_row(head.summary(g), row, dim);
+        between += squared_distance(row, mean, dim);
+    }
+    put_f16(head.span_spread(span), (within + between / double(dim)) / double(n));
+    fp4_encode_row(mean, head.span_summary(span), dim);
+}
+
 }  // namespace
 
 size_t kv_fold_scratch(const FoldArgs & a, int nth) { return thread_floats(a.mem) * size_t(nth) * sizeof(float); }
@@ -168,6 +217,9 @@ void kv_fold(const FoldArgs & a, const Threads & t) {
         if (entry[0] >= 0) {
             encode_group(Head(a, int32_t(item % heads)), entry, mine);
         }
+    }
+    for (int64_t item = t.ith; item < int64_t(a.n_spans) * heads; item += t.nth) {
+        encode_span(Head(a, int32_t(item % heads)), a.spans[item / heads], mine);
     }
 }
 

@@ -18,7 +18,7 @@ using device::wait_for_earlier;
 
 FoldParams fold_params(const FoldArgs & a) {
     FoldParams       p{};
-    const SideLayout side = side_layout(a.mem.n_head_kv, a.mem.head_dim, a.mem.n_cells / a.mem.group);
+    const SideLayout side = side_layout(a.mem);
     p.mem                 = a.mem;
     p.cur                 = a.cur;
     p.rot                 = a.rot;
@@ -145,7 +145,7 @@ void kv_commit_cuda(const std::vector<CommitArgs> & layers, const int32_t * n_re
         c.store         = device::store_params(a.store, {epoch, a.epoch});
         c.plan          = a.fold.plan;
         c.n_real        = n_real;
-        c.spread_offset = side_layout(mem.n_head_kv, mem.head_dim, mem.n_cells / mem.group).spread_offset;
+        c.spread_offset = side_layout(mem).spread_offset;
         c.near_values   = mem.near_v - mem.near_k;
         c.capacity      = a.fold.n_groups;
         for (n = 0; n < kCommitLayers && first + n < layers.size() && same_shape(a, layers[first + n]); ++n) {

@@ -29,27 +29,41 @@ constexpr int32_t src_current(int32_t row) { return kSrcCurrentBase - row; }
 constexpr bool    src_is_current(int32_t src) { return src <= kSrcCurrentBase; }
 constexpr int32_t src_current_row(int32_t src) { return kSrcCurrentBase - src; }
 
-// Byte offsets inside a layer's *side* memory, which holds what belongs to groups rather than to cells:
+// Groups in turn form *spans*: span s is the cells [kSpanCells * s, kSpanCells * (s + 1)). A layer that is searched in two levels
+// (SelectArgs::ready) has a summary of every span; cells behind the last whole span belong to none.
+constexpr int32_t kSpanCells = 128;
+
+// Byte offsets inside a layer's *side* memory, which holds what belongs to groups and spans rather than to cells:
 //   summaries  fp4_block [n_groups][n_head_kv][head_dim / 64]   decoded: the group's summary key
 //   spread     f16       [n_groups][n_head_kv]                  mean over channels of the variance of the group's keys
 //   counters   u64       [2]                                    what look-ups counted (SelectArgs::counters)
 //   epoch      i32                                              number of the last plan whose fold and store both ran here;
 //                                                               written by the backends, read after an aborted graph
+// and only where there are spans, from a multiple of 16 on:
+//   spans        fp4_block [n_spans][n_head_kv][head_dim / 64]  as summaries
+//   span_spread  f16       [n_spans][n_head_kv]
 struct SideLayout {
-    size_t summary_row_bytes;  // one group
+    size_t summary_row_bytes;  // one group, or one span
     size_t spread_offset;
     size_t counters_offset;
     size_t epoch_offset;
+    size_t span_offset;
+    size_t span_spread_offset;
     size_t bytes;
 };
 
-constexpr SideLayout side_layout(int32_t n_head_kv, int32_t head_dim, int32_t n_groups) {
+constexpr SideLayout side_layout(int32_t n_head_kv, int32_t head_dim, int32_t n_groups, int32_t n_spans) {
     SideLayout l{};
     l.summary_row_bytes = size_t(n_head_kv) * size_t(head_dim / kFp4BlockValues) * sizeof(Fp4Block);
     l.spread_offset     = l.summary_row_bytes * size_t(n_groups);
     l.counters_offset   = (l.spread_offset + size_t(n_groups) * size_t(n_head_kv) * 2 + 7) / 8 * 8;
     l.epoch_offset      = l.counters_offset + 2 * sizeof(uint64_t);
     l.bytes             = l.epoch_offset + sizeof(int32_t);
+    if (n_spans > 0) {
+        l.span_offset        = (l.bytes + 15) / 16 * 16;
+        l.span_spread_offset = l.span_offset + l.summary_row_bytes * size_t(n_spans);
+        l.bytes              = l.span_spread_offset + size_t(n_spans) * size_t(n_head_kv) * 2;
+    }
     return l;
 }
 
@@ -60,12 +74,17 @@ struct LayerMemory {
     int32_t    group;     // m: 2, 4, 8, 16 or 32 cells a group
     int32_t    n_cells;   // a multiple of `group`
     int32_t    n_near;    // rows of the near pool
+    int32_t    n_spans;   // 0 (the layer keeps nothing about spans) or n_cells / kSpanCells; then group is 16 at most
     Fp4Block * far_k;     // [n_cells][n_head_kv][head_dim/64]
     Fp4Block * far_v;
-    uint8_t *  side;    // SideLayout for n_cells / group groups
+    uint8_t *  side;    // side_layout() of it
     uint16_t * near_k;  // f16 [n_near][n_head_kv][head_dim]
     uint16_t * near_v;
 };
+
+constexpr SideLayout side_layout(const LayerMemory & m) {
+    return side_layout(m.n_head_kv, m.head_dim, m.n_cells / m.group, m.n_spans);
+}
 
 // The micro-batch's own rows, f32; row r of head h starts at base + r*row_stride + h*head_dim (strides in floats).
 struct CurrentRows {
@@ -112,12 +131,20 @@ void kv_store(const StoreArgs & a, const Threads & t);
 //   2. spread = f16( mean over channels of (1/n) sum over members (key - mean)^2 )
 //   3. far_k[member] = fp4(key - S), far_v[member] = fp4(value); absent members get zero bytes
 // A far source is read (decoded with the *old* summary) before anything of its group is written.
+//
+//   spans [n_spans]  spans to summarise, all of whose n = kSpanCells / group groups are complete and none is planned here
+// For every one of those and every KV head, in f32, S_g and spread_g being what the groups have in memory:
+//   1. mean over g of S_g, in order of groups (sum, then times 1.0f / n); the span's summary = fp4(mean)
+//   2. its spread = f16( mean over g of spread_g + mean over g and channels of (S_g - mean)^2 ), so that a span's keys spread
+//      about its mean as a group's keys do about theirs
 struct FoldArgs {
     LayerMemory     mem;
     CurrentRows     cur;
     Rotation        rot;
     const int32_t * plan;
     int32_t         n_groups;
+    const int32_t * spans;
+    int32_t         n_spans;
 };
 size_t kv_fold_scratch(const FoldArgs & a, int nth);
 void   kv_fold(const FoldArgs & a, const Threads & t);

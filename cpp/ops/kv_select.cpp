@@ -2,7 +2,8 @@
 //
 // Three phases with barriers between them: queries are rotated and scaled and groups classified; groups are scored, in
 // slices of kSlice, each summary decoded once for all rows that want it; then one thread makes the list of each (query,
-// KV head). Scores of all groups are kept in scratch; to bound it, many queries are done in several rounds.
+// KV head). In two levels, two more come before the scores of groups: the same scores of spans, and a pool from those for each
+// list. Scores of all groups are kept in scratch; to bound it, many queries are done in several rounds.
 //
 // A *slot* is a place of the scores: without a pool slot and group are the same, with one it is an entry of the pool.
 
@@ -31,14 +32,22 @@ enum GroupState : uint8_t { kEmpty, kPartial, kComplete };
 
 int32_t divide_up(int32_t a, int32_t b) { return (a + b - 1) / b; }
 
+// Groups that matter to a query, whatever it may choose from.
+struct Seen {
+    int32_t complete;
+    int32_t partial;
+};
+
 struct Shape {
     int32_t gqa;       // query heads a KV head
     int32_t n_groups;  // the last one may be cut off by n_kv
     int32_t n_slots;   // a multiple of kSlice
     int32_t n_slices;
-    int32_t block;  // queries a round
-    size_t  q_offset, square_offset, state_offset, thread_offset, thread_bytes, score_offset;
-    size_t  bytes;
+    int32_t n_spans;  // that lie within n_kv; 0: one level
+    int32_t block;    // queries a round
+    size_t  q_offset, square_offset, state_offset, span_state_offset, seen_offset, pool_offset, thread_offset,
+        thread_bytes, score_offset;
+    size_t bytes;
 
     Shape(const SelectArgs & a, int nth) {
         const int32_t dim = a.mem.head_dim;
@@ -46,6 +55,7 @@ struct Shape {
         n_groups          = divide_up(a.n_kv, a.mem.group);
         n_slices          = std::max(1, divide_up(a.pool != nullptr ? a.pool_capacity : n_groups, kSlice));
         n_slots           = n_slices * kSlice;
+        n_spans           = a.ready != nullptr ? std::min(a.mem.n_spans, a.n_kv / kSpanCells) : 0;
         block             = int32_t(std::min<int64_t>(a.n_q, kScoreFloats / (int64_t(a.n_head) * n_slots)));
         block             = std::max(1, block);
 
@@ -54,13 +64,27 @@ struct Shape {
             ScratchPlan::align(size_t(4 * dim + gqa) * sizeof(float) + size_t(kSelectBins + n_slots) * sizeof(int32_t));
 
         ScratchPlan plan;
-        q_offset      = plan.reserve(q_rows * size_t(dim) * sizeof(float));
-        square_offset = plan.reserve(q_rows * sizeof(float));
-        state_offset  = plan.reserve(size_t(n_groups));
-        thread_offset = plan.reserve(size_t(nth) * thread_bytes);
-        score_offset  = plan.reserve(size_t(block) * size_t(a.n_head) * size_t(n_slots) * sizeof(float));
-        bytes         = plan.bytes();
+        q_offset          = plan.reserve(q_rows * size_t(dim) * sizeof(float));
+        square_offset     = plan.reserve(q_rows * sizeof(float));
+        state_offset      = plan.reserve(size_t(n_groups));
+        span_state_offset = plan.reserve(size_t(n_spans));
+        seen_offset       = plan.reserve(size_t(block) * sizeof(Seen));
+        pool_offset       = plan.reserve(n_spans > 0 ? size_t(block) * size_t(a.mem.n_head_kv) *
+                                                           size_t(group_list_stride(n_groups)) * sizeof(int32_t)
+                                                     : 0);
+        thread_offset     = plan.reserve(size_t(nth) * thread_bytes);
+        score_offset      = plan.reserve(size_t(block) * size_t(a.n_head) * size_t(n_slots) * sizeof(float));
+        bytes             = plan.bytes();
     }
+};
+
+// What is scored: groups, or spans.
+struct Level {
+    const uint8_t *  state;    // [n] GroupState
+    const Fp4Block * summary;  // [n][n_head_kv][head_dim / 64]
+    const uint8_t *  spread;   // f16 [n][n_head_kv]
+    int32_t          n;
+    int32_t          cells;  // of one
 };
 
 // What the phases share.
@@ -68,14 +92,17 @@ struct Work {
     const SelectArgs & a;
     const Shape &      shape;
     const Threads &    threads;
-    float *            q;        // [n_q][n_head][head_dim], rotated and scaled
-    float *            square;   // [n_q][n_head] the squared length of those, times kSpreadWeight
-    uint8_t *          state;    // [n_groups] GroupState
-    float *            score;    // [query of the round][n_head][n_slots]
-    float *            decoded;  // [4][head_dim], this thread's
-    int32_t *          count;    // [kSelectBins], this thread's
-    int32_t *          bins;     // [n_slots], this thread's
-    float *            read;     // [gqa], this thread's: probability of what is taken
+    float *            q;           // [n_q][n_head][head_dim], rotated and scaled
+    float *            square;      // [n_q][n_head] the squared length of those, times kSpreadWeight
+    uint8_t *          state;       // [n_groups] GroupState
+    uint8_t *          span_state;  // [n_spans] kComplete: ready
+    Seen *             seen;        // [query of the round]
+    int32_t *          pools;       // lists [query of the round][n_head_kv][1 + n_groups], in two levels
+    float *            score;       // [query of the round][n_head][n_slots]
+    float *            decoded;     // [4][head_dim], this thread's
+    int32_t *          count;       // [kSelectBins], this thread's
+    int32_t *          bins;        // [n_slots], this thread's
+    float *            read;        // [gqa], this thread's: probability of what is taken
 
     Work(const SelectArgs & args, const Shape & s, const Threads & t) : a(args), shape(s), threads(t) {
         q       = scratch_at<float>(t, s.q_offset);
@@ -86,16 +113,39 @@ struct Work {
         count   = reinterpret_cast<int32_t *>(decoded + 4 * args.mem.head_dim);
         bins    = count + kSelectBins;
         read    = reinterpret_cast<float *>(bins + s.n_slots);
+
+        span_state = scratch_at<uint8_t>(t, s.span_state_offset);
+        seen       = scratch_at<Seen>(t, s.seen_offset);
+        pools      = scratch_at<int32_t>(t, s.pool_offset);
+    }
+
+    Level groups() const {
+        const SideLayout side = side_layout(a.mem);
+        return {state, reinterpret_cast<const Fp4Block *>(a.mem.side), a.mem.side + side.spread_offset, shape.n_groups,
+                a.mem.group};
+    }
+    Level spans() const {
+        const SideLayout side = side_layout(a.mem);
+        return {span_state, reinterpret_cast<const Fp4Block *>(a.mem.side + side.span_offset),
+                a.mem.side + side.span_spread_offset, shape.n_spans, kSpanCells};
     }
 
     float * row(int32_t query_of_round, int32_t head) const {
         return score + (int64_t(query_of_round) * a.n_head + head) * shape.n_slots;
     }
-    bool sees(int32_t query, int32_t group) const {
-        return a.mask == nullptr || a.mask[query * a.mask_stride + int64_t(group) * a.mem.group] != kF16MinusInf;
+    // What a query sees of groups and spans is decided by their first cells.
+    bool sees(int32_t query, int64_t cell) const {
+        return a.mask == nullptr || a.mask[query * a.mask_stride + cell] != kF16MinusInf;
     }
-    const int32_t * pool(int32_t query, int32_t kv_head) const {
-        return a.pool + (int64_t(query) * a.mem.n_head_kv + kv_head) * group_list_stride(a.pool_capacity);
+    // What a list is chosen from, null: all groups. `first` begins the round.
+    const int32_t * pool(int32_t first, int32_t query, int32_t kv_head) const {
+        if (a.pool != nullptr) {
+            return a.pool + (int64_t(query) * a.mem.n_head_kv + kv_head) * group_list_stride(a.pool_capacity);
+        }
+        return shape.n_spans > 0 ? span_pool(query - first, kv_head) : nullptr;
+    }
+    int32_t * span_pool(int32_t query_of_round, int32_t kv_head) const {
+        return pools + (int64_t(query_of_round) * a.mem.n_head_kv + kv_head) * group_list_stride(shape.n_groups);
     }
 };
 
@@ -127,18 +177,30 @@ void prepare(const Work & w) {
         }
         w.state[g] = bits == 0 ? kEmpty : bits == full ? kComplete : kPartial;
     }
+    for (int32_t s = w.threads.ith; s < w.shape.n_spans; s += w.threads.nth) {
+        w.span_state[s] = (a.ready[s / 32] >> (s % 32) & 1) != 0 ? kComplete : kEmpty;
+    }
+}
+
+void count_groups(const Work & w, int32_t first, int32_t query) {
+    Seen seen{};
+    for (int32_t g = 0; g < w.shape.n_groups; ++g) {
+        seen.partial += w.state[g] == kPartial ? 1 : 0;
+        seen.complete += w.state[g] == kComplete && w.sees(query, int64_t(g) * w.a.mem.group) ? 1 : 0;
+    }
+    w.seen[query - first] = seen;
 }
 
 // --- scores ----------------------------------------------------------------------------------------------------------
 
 struct Candidate {
     int32_t slot;
-    int32_t group;
+    int32_t index;  // of the group or span
 };
 
 template <int DIM>
-const Fp4Block * summary_row(const LayerMemory & mem, int64_t group, int64_t kv_head) {
-    return reinterpret_cast<const Fp4Block *>(mem.side) + (group * mem.n_head_kv + kv_head) * (DIM / kFp4BlockValues);
+const Fp4Block * summary_row(const Level & level, const LayerMemory & mem, int64_t index, int64_t kv_head) {
+    return level.summary + (index * mem.n_head_kv + kv_head) * (DIM / kFp4BlockValues);
 }
 
 // dot[c] = q . summary c for four decoded summaries.
@@ -163,25 +225,23 @@ float estimate(const SelectArgs & a, float dot, float square, float spread) {
 
 // Scores of `n` candidates for one KV head and some queries of the round that begins with query `first`.
 template <int DIM>
-void score(const Work & w, int32_t kv_head, int32_t first, int32_t query_begin, int32_t query_end,
+void score(const Work & w, const Level & level, int32_t kv_head, int32_t first, int32_t query_begin, int32_t query_end,
            const Candidate * candidates, int32_t n) {
-    const SelectArgs & a      = w.a;
-    const int32_t      gqa    = w.shape.gqa;
-    const SideLayout   side   = side_layout(a.mem.n_head_kv, DIM, a.mem.n_cells / a.mem.group);
-    const uint8_t *    spread = a.mem.side + side.spread_offset;
+    const SelectArgs & a   = w.a;
+    const int32_t      gqa = w.shape.gqa;
     for (int32_t c0 = 0; c0 < n; c0 += 4) {
         const int32_t width = std::min(4, n - c0);
         float         s2[4] = {};
         for (int32_t c = 0; c < width; ++c) {
-            const int64_t    group = candidates[c0 + c].group;
-            const Fp4Block * from  = summary_row<DIM>(a.mem, group, kv_head);
+            const int64_t    index = candidates[c0 + c].index;
+            const Fp4Block * from  = summary_row<DIM>(level, a.mem, index, kv_head);
 #pragma GCC unroll 16
             for (int i = 0; i < DIM / 16; ++i) {
                 store_16(w.decoded + c * DIM + 16 * i,
                          decode_16(from[i / 4].scale[i % 4], from[i / 4].quant + i % 4 * 8));
             }
             uint16_t half;
-            memcpy(&half, spread + (group * a.mem.n_head_kv + kv_head) * 2, sizeof half);
+            memcpy(&half, level.spread + (index * a.mem.n_head_kv + kv_head) * 2, sizeof half);
             s2[c] = f16_decode(half);
         }
         for (int32_t i = query_begin; i < query_end; ++i) {
@@ -191,8 +251,9 @@ void score(const Work & w, int32_t kv_head, int32_t first, int32_t query_begin, 
                 float         dot[4];
                 dot_four<DIM>(w.decoded, w.q + row * DIM, dot);
                 for (int32_t c = 0; c < width; ++c) {
-                    const Candidate x = candidates[c0 + c];
-                    to[x.slot]        = w.sees(i, x.group) ? estimate(a, dot[c], w.square[row], s2[c]) : kNoCandidate;
+                    const Candidate x    = candidates[c0 + c];
+                    const bool      seen = w.sees(i, int64_t(x.index) * level.cells);
+                    to[x.slot]           = seen ? estimate(a, dot[c], w.square[row], s2[c]) : kNoCandidate;
                 }
             }
         }
@@ -205,55 +266,70 @@ void clear_slice(const Work & w, int32_t query_of_round, int32_t head_begin, int
     }
 }
 
-// A slice of all groups, for everybody.
+// A slice of a whole level, for everybody.
 template <int DIM>
-void score_groups(const Work & w, int32_t first, int32_t last, int32_t slice) {
+void score_level(const Work & w, const Level & level, int32_t first, int32_t last, int32_t slice) {
     const SelectArgs & a = w.a;
     Candidate          candidates[kSlice];
     int32_t            n   = 0;
-    const int32_t      end = std::min(w.shape.n_groups, (slice + 1) * kSlice);
-    for (int32_t g = slice * kSlice; g < end; ++g) {
+    const int32_t      end = std::min(level.n, (slice + 1) * kSlice);
+    for (int32_t x = slice * kSlice; x < end; ++x) {
         bool seen = false;
-        for (int32_t i = first; w.state[g] == kComplete && i < last && !seen; ++i) {
-            seen = w.sees(i, g);
+        for (int32_t i = first; level.state[x] == kComplete && i < last && !seen; ++i) {
+            seen = w.sees(i, int64_t(x) * level.cells);
         }
         if (seen) {
-            __builtin_prefetch(summary_row<DIM>(a.mem, g, 0));
-            candidates[n++] = {g, g};
+            __builtin_prefetch(summary_row<DIM>(level, a.mem, x, 0));
+            candidates[n++] = {x, x};
         }
     }
     for (int32_t i = first; i < last; ++i) {
         clear_slice(w, i - first, 0, a.n_head, slice);
     }
     for (int32_t h = 0; h < a.mem.n_head_kv; ++h) {
-        score<DIM>(w, h, first, first, last, candidates, n);
+        score<DIM>(w, level, h, first, first, last, candidates, n);
     }
 }
 
 // A slice of the pool of one query and KV head.
 template <int DIM>
 void score_pool(const Work & w, int32_t first, int32_t query, int32_t kv_head, int32_t slice) {
-    const int32_t * pool = w.pool(query, kv_head);
+    const int32_t * pool   = w.pool(first, query, kv_head);
+    const Level     groups = w.groups();
     Candidate       candidates[kSlice];
     int32_t         n   = 0;
     const int32_t   end = std::min(pool[0], (slice + 1) * kSlice);
+    if (slice * kSlice >= end) {
+        return;
+    }
     for (int32_t s = slice * kSlice; s < end; ++s) {
         const int32_t g = pool[1 + s];
-        if (w.state[g] == kComplete && w.sees(query, g)) {
-            __builtin_prefetch(summary_row<DIM>(w.a.mem, g, kv_head));
+        if (w.state[g] == kComplete && w.sees(query, int64_t(g) * groups.cells)) {
+            __builtin_prefetch(summary_row<DIM>(groups, w.a.mem, g, kv_head));
             candidates[n++] = {s, g};
         }
     }
     clear_slice(w, query - first, kv_head * w.shape.gqa, (kv_head + 1) * w.shape.gqa, slice);
-    score<DIM>(w, kv_head, first, query, query + 1, candidates, n);
+    score<DIM>(w, groups, kv_head, first, query, query + 1, candidates, n);
+}
+
+template <int DIM>
+void score_spans(const Work & w, int32_t first, int32_t last) {
+    const Level level = w.spans();
+    for (int32_t slice = w.threads.ith; slice * kSlice < level.n; slice += w.threads.nth) {
+        score_level<DIM>(w, level, first, last, slice);
+    }
 }
 
 template <int DIM>
 void score_round(const Work & w, int32_t first, int32_t last) {
     const Threads & t = w.threads;
-    if (w.a.pool == nullptr) {
+    for (int32_t i = first + t.ith; i < last; i += t.nth) {
+        count_groups(w, first, i);
+    }
+    if (w.pool(first, first, 0) == nullptr) {
         for (int32_t slice = t.ith; slice < w.shape.n_slices; slice += t.nth) {
-            score_groups<DIM>(w, first, last, slice);
+            score_level<DIM>(w, w.groups(), first, last, slice);
         }
         return;
     }
@@ -299,10 +375,12 @@ float log_sum(const float * score, int32_t n) {
     return largest + logf(v_sum(sum));
 }
 
-// Bins of all slots for a KV head (-1: no candidate), in the thread's memory. Its rows of scores become probabilities, and
-// total[j], if wanted, the log of the sum of row j before. Returns the number of candidates.
-int32_t make_bins(const Work & w, int32_t query_of_round, int32_t kv_head, float * total) {
-    const int32_t n    = w.shape.n_slots;
+// Bins of the first `slots` slots for a KV head (-1: no candidate), in the thread's memory, and how many there are in each. Its
+// rows of scores become probabilities, and total[j], if wanted, the log of the sum of row j before. Returns the number of
+// candidates.
+int32_t make_bins(const Work & w, int32_t slots, int32_t query_of_round, int32_t kv_head, float * total) {
+    std::fill_n(w.count, kSelectBins, 0);
+    const int32_t n    = divide_up(slots, kSlice) * kSlice;  // the rest of the last slice has no candidate
     const int32_t gqa  = w.shape.gqa;
     const int32_t head = kv_head * gqa;
     float *       p    = reinterpret_cast<float *>(w.bins);  // log of the sum over heads, until bins take its place
@@ -350,6 +428,11 @@ int32_t make_bins(const Work & w, int32_t query_of_round, int32_t kv_head, float
     for (int i = 0; i < kLanes; ++i) {
         sum += candidates[i];
     }
+    for (int32_t s = 0; s < slots; ++s) {
+        if (w.bins[s] >= 0) {
+            ++w.count[w.bins[s]];
+        }
+    }
     return sum;
 }
 
@@ -360,7 +443,8 @@ int32_t share_of(float share, int32_t visible, int32_t least) {
 // How many of the counted candidates are taken.
 int32_t budget(const SelectArgs & a, const int32_t * count, int32_t candidates, int32_t visible) {
     const int32_t floor = divide_up(a.budget.min_tokens, a.mem.group);
-    const int32_t most  = std::min(candidates, share_of(a.budget.lookup_max, visible, floor));
+    const int32_t bound = a.budget.max_tokens > 0 ? a.budget.max_tokens / a.mem.group : candidates;
+    const int32_t most  = std::min({candidates, bound, share_of(a.budget.lookup_max, visible, floor)});
     const int32_t least = std::min(most, share_of(a.budget.lookup_min, visible, floor));
     if (least == most || a.budget.threshold <= 0.0f) {
         return most;
@@ -419,29 +503,47 @@ void for_taken(const int32_t * bins, const int32_t * pool, int32_t n, const int3
     }
 }
 
+// The pool of a list: groups of the best spans, and all groups that have no say in which those are.
+void choose_spans(const Work & w, int32_t first, int32_t query, int32_t kv_head) {
+    const int32_t spans      = w.shape.n_spans;
+    const int32_t candidates = make_bins(w, spans, query - first, kv_head, nullptr);
+    int32_t *     list       = w.span_pool(query - first, kv_head);
+    int32_t       n          = 0;
+    int32_t       next       = 0;  // span that has not been looked at
+    const auto    add        = [&](int32_t begin, int32_t end) {
+        for (int32_t g = begin; g < end; ++g) {
+            list[1 + n++] = g;
+        }
+    };
+    const int32_t per_span   = kSpanCells / w.a.mem.group;
+    const auto    add_others = [&](int32_t end) {
+        for (; next < end; ++next) {
+            if (w.span_state[next] != kComplete) {
+                add(next * per_span, (next + 1) * per_span);
+            }
+        }
+    };
+    for_taken(w.bins, nullptr, spans, w.count, std::min(candidates, w.a.most_spans), [&](int32_t span, int32_t) {
+        add_others(span);
+        add(span * per_span, (span + 1) * per_span);
+    });
+    add_others(spans);
+    add(spans * per_span, w.shape.n_groups);
+    list[0] = n;
+}
+
 void list_groups(const Work & w, int32_t first, int32_t query, int32_t kv_head) {
     const SelectArgs & a     = w.a;
     const int64_t      index = int64_t(query) * a.mem.n_head_kv + kv_head;
-    const int32_t *    pool  = a.pool != nullptr ? w.pool(query, kv_head) : nullptr;
+    const int32_t *    pool  = w.pool(first, query, kv_head);
     const int32_t      slots = std::min(w.shape.n_slots, pool != nullptr ? pool[0] : w.shape.n_groups);
 
     const int32_t * bins       = w.bins;
     float *         unread     = a.unread != nullptr ? a.unread + index * w.shape.gqa : nullptr;
-    const int32_t   candidates = make_bins(w, query - first, kv_head, unread);
-    std::fill_n(w.count, kSelectBins, 0);
-    for (int32_t s = 0; s < slots; ++s) {
-        if (bins[s] >= 0) {
-            ++w.count[bins[s]];
-        }
-    }
-    int32_t partial = 0;
-    int32_t visible = 0;
-    for (int32_t g = 0; g < w.shape.n_groups; ++g) {
-        partial += w.state[g] == kPartial ? 1 : 0;
-        visible += pool != nullptr && w.state[g] == kComplete && w.sees(query, g) ? 1 : 0;
-    }
-    visible         = pool != nullptr ? visible : candidates;
-    const int32_t k = std::min(budget(a, w.count, candidates, visible), std::max(0, a.capacity - partial));
+    const int32_t   candidates = make_bins(w, slots, query - first, kv_head, unread);
+    const int32_t   visible    = w.seen[query - first].complete;
+    int32_t         partial    = w.seen[query - first].partial;
+    const int32_t   k          = std::min(budget(a, w.count, candidates, visible), std::max(0, a.capacity - partial));
 
     int32_t *  list        = a.selected + index * group_list_stride(a.capacity);
     int32_t    n           = 0;
@@ -490,14 +592,23 @@ void run(const Work & w) {
     };
     prepare(w);
     for (int32_t first = 0; first < a.n_q; first += w.shape.block) {
-        const int32_t last = std::min(a.n_q, first + w.shape.block);
+        const int32_t last          = std::min(a.n_q, first + w.shape.block);
+        const int32_t heads         = a.mem.n_head_kv;
+        const auto    for_each_list = [&](const auto & make) {
+            for (int32_t task = t.ith; task < (last - first) * heads; task += t.nth) {
+                make(w, first, first + task / heads, task % heads);
+            }
+        };
         barrier();
+        if (w.shape.n_spans > 0) {
+            score_spans<DIM>(w, first, last);
+            barrier();
+            for_each_list(choose_spans);
+            barrier();
+        }
         score_round<DIM>(w, first, last);
         barrier();
-        const int32_t heads = a.mem.n_head_kv;
-        for (int32_t task = t.ith; task < (last - first) * heads; task += t.nth) {
-            list_groups(w, first, first + task / heads, task % heads);
-        }
+        for_each_list(list_groups);
     }
 }
 

@@ -57,7 +57,7 @@ SelectPlan make_plan(const SelectArgs & a, const CudaDevice & device, bool atten
 }
 
 SelectParams select_params(const SelectArgs & a, const SelectPlan & plan, uint8_t * scratch) {
-    const SideLayout side = side_layout(a.mem.n_head_kv, a.mem.head_dim, a.mem.n_cells / a.mem.group);
+    const SideLayout side = side_layout(a.mem);
     SelectParams     p{};
     p.summary        = reinterpret_cast<const uint32_t *>(a.mem.side);
     p.spread         = reinterpret_cast<const half *>(a.mem.side + side.spread_offset);
@@ -153,6 +153,9 @@ const char * kv_select_cuda_refusal(const SelectArgs & a, const CudaDevice & dev
     }
     if (a.pool != nullptr) {
         return "pools of candidates are not there yet";
+    }
+    if (a.ready != nullptr) {
+        return "a search in two levels is slower than one level there";  // bench/cuda/NOTES.md
     }
     if (gqa > device::kMaxGqa || (a.mem.head_dim == 256 && gqa > 8)) {
         return "more than 16 heads a KV head (8 at head size 256)";

@@ -4,6 +4,7 @@
 //   complete group   every one of its `group` cells has its far bit set
 //   partial group    some have it and some have not: read whatever the query is, outside of the budget
 //   candidate        a complete group whose first cell is not -inf in the query's mask row; with a pool: and in the pool
+//   pool             groups that another look-up has listed (SelectArgs::pool), or those of some spans (SelectArgs::ready)
 #pragma once
 
 #include "ops/kv_ops.h"
@@ -13,13 +14,14 @@ namespace kvfold {
 // How many candidates are taken. With V groups that would be candidates without a pool and C that are (C = V: no pool),
 //   most  = min(C, max(ceil(lookup_max * V), ceil(min_tokens / group)))      the product in f32
 //   least = min(C, max(ceil(lookup_min * V), ceil(min_tokens / group)))
-// and between them as many whole bins (see kv_select) as leave at most `threshold` of the estimated mass unread; a threshold
+// neither of them above floor(max_tokens / group) unless max_tokens is 0, and between them as many whole bins (see kv_select) as leave at most `threshold` of the estimated mass unread; a threshold
 // of 0 is `most`.
 struct LookupBudget {
     float   lookup_min;  // 0 .. 1
     float   lookup_max;  // lookup_min .. 1
     float   threshold;   // 0 .. 1
     int32_t min_tokens;
+    int32_t max_tokens;  // 0: no bound
 };
 
 // Keys that spread alike in all channels would make it 0.5. Real ones spread more along the directions that queries ask
@@ -46,7 +48,13 @@ constexpr int64_t group_list_stride(int32_t capacity) { return 1 + int64_t(capac
 // A list holds the taken candidates and all partial groups. Should those not fit `capacity` the partial groups go first,
 // then candidates in order; callers that cannot accept this check the number of partial groups themselves.
 //
-// What is left unread is estimated too, for a stand-in (see kv_attend_sparse):
+// In two levels: with `ready`, spans are scored first and groups only where spans are good. A span that is ready is scored by its
+// summary and spread as a group is, for the same query heads, unless its first cell is -inf in the query's mask row; then it is
+// as if none of its groups were there. Spans are put into bins among themselves and taken in order of bin and from the highest number
+// down, as candidates are, until there are `most_spans` (or none left). The pool is the groups of those, of spans that are not
+// ready, and of cells behind the last span.
+//
+// What is left unread is estimated too, for a stand-in (see kv_attend_sparse); of candidates only, so nothing outside of a pool:
 //   unread[j] = log( group * sum over candidates g that are not taken of exp(e[g][j]) ), -inf when all are taken
 struct SelectArgs {
     LayerMemory      mem;  // far_k, far_v and near rows are not read
@@ -66,6 +74,11 @@ struct SelectArgs {
     LookupBudget    budget;
     const int32_t * pool;  // lists [n_q][n_head_kv][1 + pool_capacity] that candidates must be in, or null
     int32_t         pool_capacity;
+
+    // Two levels; not together with `pool`, and only where mem.n_spans > 0.
+    const uint32_t *
+            ready;  // [(mem.n_spans + 31) / 32] bit s % 32 of word s / 32: span s is complete and summarised; or null
+    int32_t most_spans;  // >= 1
 
     int32_t *  selected;  // lists [n_q][n_head_kv][1 + capacity]
     int32_t    capacity;

@@ -15,17 +15,21 @@ T * tensor_data(const ggml_tensor * t) {
     return static_cast<T *>(t->data);
 }
 
+inline int32_t span_count(const NodeParams & p) { return p.spans != 0 ? p.n_cells / kSpanCells : 0; }
+
 // The far tier may be missing: a store has no use for it.
 inline LayerMemory layer_memory(const ggml_tensor * node, const ggml_tensor * far_k, const ggml_tensor * far_v,
                                 const ggml_tensor * tier) {
     const NodeParams p      = node_params(node);
-    const TierLayout layout = tier_layout(p.n_head_kv, p.head_dim, p.n_cells / p.group, p.n_near);
+    const int32_t    spans  = span_count(p);
+    const TierLayout layout = tier_layout(p.n_head_kv, p.head_dim, p.n_cells / p.group, spans, p.n_near);
     LayerMemory      m{};
     m.n_head_kv = p.n_head_kv;
     m.head_dim  = p.head_dim;
     m.group     = p.group;
     m.n_cells   = p.n_cells;
     m.n_near    = p.n_near;
+    m.n_spans   = spans;
     m.far_k     = far_k != nullptr ? tensor_data<Fp4Block>(far_k) : nullptr;
     m.far_v     = far_v != nullptr ? tensor_data<Fp4Block>(far_v) : nullptr;
     m.side      = tensor_data<uint8_t>(tier);
@@ -46,9 +50,9 @@ inline CurrentRows current_rows(const ggml_tensor * k_cur, const ggml_tensor * v
 
 // The plan's words for far cells are what its size leaves beside everything else. `tokens` has the tokens in dimension 1.
 inline PlanLayout plan_layout(const ggml_tensor * node, const ggml_tensor * plan, const ggml_tensor * tokens) {
-    const NodeParams p     = node_params(node);
-    const int64_t    words = plan->ne[0] - kvfold::plan_layout(0, p.n_near, tokens->ne[1], p.group).size;
-    return kvfold::plan_layout(words, p.n_near, tokens->ne[1], p.group);
+    const NodeParams p      = node_params(node);
+    const int64_t    others = kvfold::plan_layout(0, p.n_near, tokens->ne[1], p.group, span_count(p)).size;
+    return kvfold::plan_layout(plan->ne[0] - others, p.n_near, tokens->ne[1], p.group, span_count(p));
 }
 
 inline Rotation rotation(const ggml_tensor * node) {
@@ -63,7 +67,7 @@ void set_queries(Args & a, const ggml_tensor * node, const ggml_tensor * q, cons
     const NodeParams p = node_params(node);
     a.rot              = rotation(node);
     a.far_bits         = reinterpret_cast<const uint32_t *>(plan + layout.far);
-    a.n_kv             = int32_t(std::min<int64_t>(32 * (layout.exact - layout.far), p.n_cells));
+    a.n_kv             = int32_t(std::min<int64_t>(32 * (layout.ready - layout.far), p.n_cells));
     a.q                = tensor_data<const float>(q);
     a.q_stride_query   = int64_t(q->nb[1] / sizeof(float));
     a.q_stride_head    = int64_t(q->nb[2] / sizeof(float));
@@ -95,8 +99,7 @@ inline AttendArgs attend_args(const ggml_tensor * t) {
 
 // Where a layer counts its look-ups.
 inline uint64_t * counters_of(const LayerMemory & m) {
-    const SideLayout side = side_layout(m.n_head_kv, m.head_dim, m.n_cells / m.group);
-    return reinterpret_cast<uint64_t *>(m.side + side.counters_offset);
+    return reinterpret_cast<uint64_t *>(m.side + side_layout(m).counters_offset);
 }
 
 // What a select node says about unread groups, behind its lists; null if it has no room for that.
@@ -122,13 +125,16 @@ inline SelectArgs select_args(const ggml_tensor * t) {
     const ggml_tensor * mask   = t->src[select_src::mask];
     const ggml_tensor * pool   = t->src[select_src::pool];
     const PlanLayout    layout = plan_layout(t, plan, q);
+    const auto *        words  = tensor_data<const int32_t>(plan);
     SelectArgs          a{};
     a.mem = layer_memory(t, nullptr, nullptr, t->src[select_src::tier]);
-    set_queries(a, t, q, mask, tensor_data<const int32_t>(plan), layout);
+    set_queries(a, t, q, mask, words, layout);
     a.budget = {float(p.lookup_min) / kShareUnits, float(p.lookup_max) / kShareUnits, float(p.threshold) / kShareUnits,
-                int32_t(p.min_tokens)};
+                int32_t(p.min_tokens), int32_t(p.max_tokens)};
     a.pool   = pool != nullptr ? tensor_data<const int32_t>(pool) : nullptr;
     a.pool_capacity = pool != nullptr ? int32_t(pool->ne[0] - 1) : 0;
+    a.ready         = p.most_spans > 0 ? reinterpret_cast<const uint32_t *>(words + layout.ready) : nullptr;
+    a.most_spans    = p.most_spans;
     a.selected      = tensor_data<int32_t>(t);
     a.capacity      = int32_t(t->ne[0] - 1);
     a.counters      = p.lookup_max == 0 && p.min_tokens != 0 ? nullptr : counters_of(a.mem);
@@ -136,7 +142,7 @@ inline SelectArgs select_args(const ggml_tensor * t) {
     return a;
 }
 
-// `n_groups` is the capacity of the plan.
+// `n_groups` and `n_spans` are the capacities of the plan.
 inline FoldArgs fold_args(const ggml_tensor * t) {
     const ggml_tensor * plan   = t->src[fold_src::plan];
     const PlanLayout    layout = plan_layout(t, plan, t->src[fold_src::k_cur]);
@@ -146,6 +152,8 @@ inline FoldArgs fold_args(const ggml_tensor * t) {
     a.rot      = rotation(t);
     a.plan     = tensor_data<const int32_t>(plan) + layout.fold;
     a.n_groups = int32_t(layout.fold_capacity);
+    a.spans    = tensor_data<const int32_t>(plan) + layout.spans;
+    a.n_spans  = int32_t(layout.span_capacity);
     return a;
 }
 
@@ -192,7 +200,7 @@ inline ObserveArgs observe_args(const ggml_tensor * t) {
 
 // Where a layer's epoch is.
 inline int32_t * epoch_of(const LayerMemory & m) {
-    return reinterpret_cast<int32_t *>(m.side + side_layout(m.n_head_kv, m.head_dim, m.n_cells / m.group).epoch_offset);
+    return reinterpret_cast<int32_t *>(m.side + side_layout(m).epoch_offset);
 }
 
 }  // namespace kvfold

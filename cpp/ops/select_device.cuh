@@ -565,8 +565,9 @@ __device__ __forceinline__ Cut find_cut(const SelectParams & p, const int32_t * 
         enough = s.enough;
     }
     const int floor_groups = (p.budget.min_tokens + (1 << p.group_shift) - 1) >> p.group_shift;
-    const int most         = min(total, max(int(ceilf(__fmul_rn(p.budget.lookup_max, float(total)))), floor_groups));
-    const int least        = min(total, max(int(ceilf(__fmul_rn(p.budget.lookup_min, float(total)))), floor_groups));
+    const int bound        = p.budget.max_tokens > 0 ? min(total, p.budget.max_tokens >> p.group_shift) : total;
+    const int most         = min(bound, max(int(ceilf(__fmul_rn(p.budget.lookup_max, float(total)))), floor_groups));
+    const int least        = min(bound, max(int(ceilf(__fmul_rn(p.budget.lookup_min, float(total)))), floor_groups));
     const int take         = max(least, min(most, enough));
     sum                    = n_before;
 #pragma unroll

@@ -19,8 +19,8 @@ def scope_push(settings: dict[str, Any]) -> None:
     """Use these settings for contexts created by this thread until ``scope_pop``.
 
     Keys: ``kv_type`` (str), ``group``, ``tail``, ``sinks`` (int), ``swa_type`` (str), and for look-ups ``lookup``
-    ("0.1,0.2"), ``threshold``, ``min_tokens``, ``min_context``, ``layers`` (str), for evictions
-    ``keep`` and ``score`` (str). Raises ``ValueError``.
+    ("0.1,0.2"), ``threshold``, ``min_tokens``, ``max_tokens``, ``min_context``, ``layers``, ``hierarchical`` (str),
+    ``span_pool``, for evictions ``keep`` and ``score`` (str). Raises ``ValueError``.
     """
 
 def scope_pop() -> None:
@@ -136,6 +136,9 @@ def kv_select(
     lookup: tuple[float, float] = (0.1, 0.2),
     threshold: float = 0.1,
     min_tokens: int = 0,
+    max_tokens: int = 0,
+    ready: npt.NDArray[Any] | None = None,
+    most_spans: int = 1,
     capacity: int | None = None,
     n_threads: int = 1,
 ) -> tuple[npt.NDArray[np.int32], int, int, npt.NDArray[np.float32]]:

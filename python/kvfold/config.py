@@ -67,7 +67,14 @@ DEFAULT_THRESHOLD = 0.1
 DEFAULT_MIN_TOKENS = 256
 #: The default of kv_min_context, which the runtime chooses by where the cache is: on the CPU, with layers on a GPU.
 DEFAULT_MIN_CONTEXTS = (4096, 2**31 - 1)
-_MAX_MIN_TOKENS = 65535
+_MAX_BOUND = 65535  # of kv_min_tokens and kv_max_tokens
+
+#: Search in two levels: when, and among how many groups a choice is left then. "auto" is beyond so many tokens.
+HIERARCHICAL = ("auto", "on", "off")
+AUTO_SPAN_TOKENS = 65536
+SPAN_TOKENS = 128
+DEFAULT_SPAN_POOL = 16384
+_MAX_SPAN_POOL = 262144
 
 #: Eviction: which part of its context a cache has room for, and which tokens go first, for the types that evict.
 EVICTING_TYPES = ("fp4_csa2_ced",)
@@ -184,11 +191,15 @@ class KvConfig:
             (``kv_lookup``); 1 reads everything.
         threshold: share of the estimated attention that may stay unread between those (``kv_threshold``).
         min_tokens: folded tokens that are read at least (``kv_min_tokens``).
+        max_tokens: and at most, by a query and KV head; 0 is no bound (``kv_max_tokens``).
         min_context: sequences with fewer tokens are read whole (``kv_min_context``). ``None`` stays: the runtime takes
             4096, and with layers on a GPU all are.
         layers: what each layer does, see ``kvfold.layer_modes`` (``kv_layers``).
         alignment: ``fp4_csa2`` on the CPU: compare every look-up with attention over everything, for
             ``Llama.kv.alignment()``; slow (``kv_alignment``).
+        hierarchical: whether ``full`` layers score summaries of 128 tokens first, and then only the groups of the best:
+            ``auto`` beyond 65536 tokens, ``on``, ``off`` (``kv_hierarchical``).
+        span_pool: groups that are left to choose from then; with fewer there is one level (``kv_span_pool``).
         keep: ``fp4_csa2_ced``: share of ``n_ctx`` that the cache has room for, above 0 (``kv_keep``).
         score: which tokens it gives up: the lowest of ``SCORES``, or of the sum of the ranks in several, as in
             ``keydiff+attn`` (``kv_score``).
@@ -205,9 +216,12 @@ class KvConfig:
     lookup: float | tuple[float, float] | None = None
     threshold: float | None = None
     min_tokens: int | None = None
+    max_tokens: int | None = None
     min_context: int | None = None
     layers: str | None = None
     alignment: bool | None = None
+    hierarchical: str | None = None
+    span_pool: int | None = None
     keep: float | None = None
     score: str | None = None
 
@@ -245,13 +259,21 @@ class KvConfig:
 
     def _set_lookup(self) -> None:
         threshold = DEFAULT_THRESHOLD if self.threshold is None else self.threshold
-        min_tokens = DEFAULT_MIN_TOKENS if self.min_tokens is None else self.min_tokens
+        max_tokens = _whole_number("kv_max_tokens", self.max_tokens or 0, 0, what="tokens")
+        min_tokens = self.min_tokens
+        if min_tokens is None:
+            min_tokens = min(DEFAULT_MIN_TOKENS, max_tokens or DEFAULT_MIN_TOKENS)
         layers = layer_modes.AUTO if self.layers is None else self.layers
         self._set("lookup", _lookup(DEFAULT_LOOKUP if self.lookup is None else self.lookup))
         self._set("threshold", _share("kv_threshold", threshold))
         self._set("min_tokens", _whole_number("kv_min_tokens", min_tokens, 0, what="tokens"))
-        if int(self.min_tokens or 0) > _MAX_MIN_TOKENS:
-            raise ValueError(f"kv_min_tokens={min_tokens!r}: must be {_MAX_MIN_TOKENS} or fewer tokens")
+        self._set("max_tokens", max_tokens)
+        for name, bound in (("kv_min_tokens", min_tokens), ("kv_max_tokens", max_tokens)):
+            if bound > _MAX_BOUND:
+                raise ValueError(f"{name}={bound!r}: must be {_MAX_BOUND} or fewer tokens")
+        for name, least in (("kv_group", int(self.group or 0)), ("kv_min_tokens", min_tokens)):
+            if 0 < max_tokens < least:
+                raise ValueError(f"kv_max_tokens={max_tokens!r}: less than {name}={least!r}; 0 is no bound")
         if self.min_context is not None:
             self._set("min_context", _whole_number("kv_min_context", self.min_context, 0, what="tokens"))
         if not isinstance(layers, str):
@@ -260,6 +282,27 @@ class KvConfig:
         self._set("layers", layers)
         if not isinstance(self.alignment, bool | None):
             raise ValueError(f"kv_alignment={self.alignment!r}: must be True or False")
+        self._set_search()
+
+    def _set_search(self) -> None:
+        hierarchical = HIERARCHICAL[0] if self.hierarchical is None else self.hierarchical
+        pool = DEFAULT_SPAN_POOL if self.span_pool is None else self.span_pool
+        if hierarchical not in HIERARCHICAL:
+            raise ValueError(f"kv_hierarchical={hierarchical!r}: must be one of {_choices(HIERARCHICAL)}")
+        if hierarchical == "on" and not self.looks_up:
+            raise ValueError(
+                f"kv_hierarchical='on': has no effect with kv_lookup={self.lookup!r}, which reads everything"
+            )
+        self._set("hierarchical", hierarchical)
+        self._set("span_pool", _whole_number("kv_span_pool", pool, 1, what="groups"))
+        if int(self.span_pool or 0) > _MAX_SPAN_POOL:
+            raise ValueError(f"kv_span_pool={pool!r}: must be {_MAX_SPAN_POOL} or fewer groups")
+
+    def exceeds_pool(self, n_tokens: int) -> bool:
+        """Whether a look-up among the groups of so many tokens searches in two levels."""
+        if self.hierarchical == "auto" and n_tokens <= AUTO_SPAN_TOKENS:
+            return False
+        return self.hierarchical in ("auto", "on") and n_tokens // int(self.group or 1) > int(self.span_pool or 0)
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
@@ -277,6 +320,11 @@ class KvConfig:
     def folds(self) -> bool:
         """Whether this is one of kvfold's own types."""
         return is_folding(self.kv_type)
+
+    @property
+    def looks_up(self) -> bool:
+        """Whether decoding may read less than everything."""
+        return isinstance(self.lookup, tuple) and self.lookup[1] < 1
 
     @property
     def ggml_type(self) -> int:
@@ -403,14 +451,27 @@ _FIELD_OF_SETTING = {
     "kv_lookup": "lookup",
     "kv_threshold": "threshold",
     "kv_min_tokens": "min_tokens",
+    "kv_max_tokens": "max_tokens",
     "kv_min_context": "min_context",
     "kv_layers": "layers",
     "kv_alignment": "alignment",
+    "kv_hierarchical": "hierarchical",
+    "kv_span_pool": "span_pool",
     "kv_keep": "keep",
     "kv_score": "score",
 }
 #: Settings that decide what is read, not what is stored.
-LOOKUP_SETTINGS = ("kv_lookup", "kv_threshold", "kv_min_tokens", "kv_min_context", "kv_layers", "kv_alignment")
+LOOKUP_SETTINGS = (
+    "kv_lookup",
+    "kv_threshold",
+    "kv_min_tokens",
+    "kv_max_tokens",
+    "kv_min_context",
+    "kv_layers",
+    "kv_alignment",
+    "kv_hierarchical",
+    "kv_span_pool",
+)
 EVICTION_SETTINGS = ("kv_keep", "kv_score")
 _SETTING_OF_FIELD = {field: setting for setting, field in _FIELD_OF_SETTING.items()}
 

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from .config import KvConfig
+from .config import SPAN_TOKENS, KvConfig
 from .gguf_header import GgufHeader
 
 #: Values and bytes of one block of each cache type.
@@ -157,13 +157,14 @@ def cache_size(
     ubatch = effective_batch(n_ctx, n_ctx, n_ubatch)
     sizes = _Sum(rules)
     n_cells = tokens
-    near_rows = 0
+    near_rows = spans = 0
     if config.folds:
         group, tail, sinks = (int(v or 0) for v in (config.group, config.tail, config.sinks))
         stored = stored_tokens(config, tokens, n_seq)
         ubatch = min(ubatch, largest_ubatch(config, tokens, n_seq))
         n_cells = (-(-stored // group) + 1 + 2 * (n_seq - 1)) * group
         near_rows = min(n_cells, n_seq * (tail + group - 1 + sinks))
+        spans = span_count(config, stored, n_cells)
     for layer in layers:
         if layer.window:
             room = _round_up(min(tokens, layer.window * n_seq + ubatch), _CELL_PADDING)
@@ -175,7 +176,7 @@ def cache_size(
         sizes.add("far", layer, _FOLDED_BLOCK if config.folds else _BLOCKS[config.kv_type], n_cells)
         sizes.f16 += 2 * layer.n_head_kv * (layer.head_k + layer.head_v) * tokens
         if config.folds:
-            sizes.add_tier(layer, n_cells // group, near_rows)
+            sizes.add_tier(layer, n_cells // group, spans, near_rows)
             if stored < tokens and "attn" in str(config.score).split("+"):
                 sizes.add_query_statistics(layer)
     return CacheSize(**sizes.parts, f16=sizes.f16, n_cells=n_cells, by_layer=sizes.by_layer)
@@ -199,10 +200,13 @@ class _Sum:
         for channels in (layer.head_k, layer.head_v):
             self._put(part, layer, *_tensor_bytes(block, layer.n_head_kv * channels, cells, self.rules))
 
-    def add_tier(self, layer: CacheLayer, groups: int, near_rows: int) -> None:
-        """One tensor: summaries, spreads, counters, the number of the last plan; then the exact rows."""
+    def add_tier(self, layer: CacheLayer, groups: int, spans: int, near_rows: int) -> None:
+        """One tensor: what groups have, counters, the number of the last plan, what spans have; then the exact rows."""
         width = layer.n_head_kv * layer.head_k
-        side = _round_up(groups * (_row_bytes(_FOLDED_BLOCK, width) + 2 * layer.n_head_kv), 8) + 2 * 8 + 4
+        summary = _row_bytes(_FOLDED_BLOCK, width) + 2 * layer.n_head_kv  # with its spreads
+        side = _round_up(groups * summary, 8) + 2 * 8 + 4
+        if spans:
+            side = _round_up(side, 16) + spans * summary
         side = _round_up(side, _NEAR_ALIGNMENT)
         near = 2 * near_rows * width * 2
         self._put("side", layer, side, side)
@@ -219,6 +223,11 @@ def stored_tokens(config: KvConfig, n_ctx: int, n_seq: int) -> int:
         return n_ctx
     exact = int(config.tail or 0) + int(config.group or 0) - 1 + int(config.sinks or 0)
     return min(n_ctx, math.ceil(config.keep * n_ctx) + n_seq * exact)
+
+
+def span_count(config: KvConfig, stored: int, n_cells: int) -> int:
+    """Spans of 128 cells that have summaries of their own: all, where look-ups may search in two levels."""
+    return n_cells // SPAN_TOKENS if config.looks_up and config.exceeds_pool(stored) else 0
 
 
 def largest_ubatch(config: KvConfig, n_ctx: int, n_seq: int) -> int:

@@ -16,6 +16,7 @@ TABLES = ("kv_cache", "csa2")
 _ELSEWHERE = frozenset({"model", "base_url", "context_window", "name"})
 
 _POOL_TOKENS = 16384
+_LOOKUP = ("lookup", "threshold", "min_tokens", "max_tokens", "min_context")
 _MODES = {"full": "full", "reuse": "reuse", "reindex": "reindex", "window": "window", "dense": "dense"}
 _FIRST_LAYERS = {"swa_only": "window", "window": "window", "dense": "dense"}
 
@@ -88,10 +89,10 @@ def _csa2(table: Mapping[str, Any], found: dict[str, Any]) -> None:
             continue
         if name == "indexer":
             _indexer(_table(path, value), found)
-        elif name in ("lookup", "threshold", "min_tokens", "min_context"):
+        elif name in _LOOKUP:
             found[f"kv_{name}"] = value
         else:
-            raise _refusal(path, value, "encoder, decoder, indexer, lookup, threshold, min_tokens, min_context")
+            raise _refusal(path, value, f"encoder, decoder, indexer, {', '.join(_LOOKUP)}")
 
 
 def _stack(path: str, table: Mapping[str, Any], found: dict[str, Any]) -> list[str]:
@@ -143,19 +144,23 @@ def _indexer(table: Mapping[str, Any], found: dict[str, Any]) -> None:
                 raise ValueError(f"{path}={value!r}: must be a whole number of groups, 1 or more")
             found["kv_min_tokens"] = value * int(found.get("kv_group", 4))
         elif name == "hierarchical":
-            _hierarchical(path, _table(path, value))
+            _hierarchical(path, _table(path, value), found)
         else:
             raise _refusal(path, value, "top_k, hierarchical (a group is scored by its summary; nothing is trained)")
 
 
-def _hierarchical(path: str, table: Mapping[str, Any]) -> None:
-    """The pool that reindex layers choose from has one size."""
-    fixed = {"enabled": True, "candidate_pool_size": _POOL_TOKENS}
+def _hierarchical(path: str, table: Mapping[str, Any], found: dict[str, Any]) -> None:
+    """Whether there is a search in two levels. The pool that reindex layers choose from has one size."""
+    fixed = {"candidate_pool_size": _POOL_TOKENS}
     blocks = table.get("max_blocks", 2048), table.get("positions_per_block", 8)
     for name, value in table.items():
         if name in ("max_blocks", "positions_per_block"):
             if blocks[0] * blocks[1] != _POOL_TOKENS:
                 raise _refusal(f"{path}.{name}", value, f"blocks of {_POOL_TOKENS} positions together, as 2048 of 8")
+        elif name == "enabled":
+            if not isinstance(value, bool):
+                raise _refusal(f"{path}.{name}", value, "true, false")
+            found["kv_hierarchical"] = "auto" if value else "off"
         elif name not in fixed:
             raise _refusal(f"{path}.{name}", value, "enabled, max_blocks, positions_per_block, candidate_pool_size")
         elif value != fixed[name]:

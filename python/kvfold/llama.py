@@ -121,9 +121,13 @@ class Llama(llama_cpp.Llama):
             ``(smallest, largest)``, default (0.1, 0.2); 1 reads everything.
         kv_threshold: share of the estimated attention that may stay unread between those, default 0.1.
         kv_min_tokens: folded tokens that are read at least, default 256.
+        kv_max_tokens: and at most, by a query and KV head, default 0, which is no bound.
         kv_min_context: sequences with fewer tokens are read whole, default 4096; with layers on a GPU all are.
         kv_layers: what each layer does, default ``auto`` (see ``kvfold.layer_modes``).
         kv_alignment: compare every look-up with attention over everything, for ``kv.alignment()``; slow, on the CPU.
+        kv_hierarchical: score summaries of 128 tokens first, then only groups of the best: ``auto`` (default, beyond
+            65536 tokens), ``on``, ``off``.
+        kv_span_pool: groups that are left to choose from then, default 16384.
         kv_keep: ``fp4_csa2_ced``: share of ``n_ctx`` that the cache has room for, default 0.78. When it is full, tokens
             are dropped for good; a text of ``n_ctx`` tokens is still accepted.
         kv_score: which tokens go first: ``keydiff``, ``vnorm``, ``attn``, ``recent``, or several as the default,
@@ -160,9 +164,12 @@ class Llama(llama_cpp.Llama):
         kv_lookup: float | tuple[float, float] | None = None,
         kv_threshold: float | None = None,
         kv_min_tokens: int | None = None,
+        kv_max_tokens: int | None = None,
         kv_min_context: int | None = None,
         kv_layers: str | None = None,
         kv_alignment: bool | None = None,
+        kv_hierarchical: str | None = None,
+        kv_span_pool: int | None = None,
         kv_keep: float | None = None,
         kv_score: str | None = None,
         preset: str | None = None,
@@ -194,9 +201,12 @@ class Llama(llama_cpp.Llama):
             "kv_lookup": kv_lookup,
             "kv_threshold": kv_threshold,
             "kv_min_tokens": kv_min_tokens,
+            "kv_max_tokens": kv_max_tokens,
             "kv_min_context": kv_min_context,
             "kv_layers": kv_layers,
             "kv_alignment": kv_alignment,
+            "kv_hierarchical": kv_hierarchical,
+            "kv_span_pool": kv_span_pool,
             "kv_keep": kv_keep,
             "kv_score": kv_score,
         }

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from contract import text
 from harness import Context, HarnessError, kld
+from tiny_models import NAN_TOKEN
 
 #: All groups go through the sparse path, so that results can be compared with dense ones.
 EVERYTHING = {"lookup": "0.9,0.999", "threshold": 0, "min_tokens": 65535}
@@ -21,8 +22,9 @@ SAME_ROWS = 1e-5
 def looking(open_context):
     """``looking(name=..., n_seq=..., **settings)``: a context that looks up."""
 
-    def make(name: str = "llama-64-mha", n_seq: int = 1, n_threads: int = 2, **settings) -> Context:
-        return open_context("fp4_csa2", name, n_seq=n_seq, n_threads=n_threads, settings={**SHRUNK, **settings})
+    def make(name: str = "llama-64-mha", n_seq: int = 1, n_threads: int = 2, n_ctx: int = 768, **settings) -> Context:
+        settings = {**SHRUNK, **settings}
+        return open_context("fp4_csa2", name, n_seq=n_seq, n_threads=n_threads, n_ctx=n_ctx, settings=settings)
 
     return make
 
@@ -254,3 +256,222 @@ def test_alignment_of_layers_that_do_not_look_up(looking) -> None:
     context = looking(layers="full,dense", alignment="true")
     decode(context)
     assert [row[2] for row in context.alignment()] == [40] * 4 + [0] * 4
+
+
+# -- two levels --------------------------------------------------------------------------------------------------------
+
+#: Spans have 32 groups. The first one holds the sinks, so it is never complete and always looked at.
+SPANS = {**EVERYTHING, "hierarchical": "on", "span_pool": 32}
+LONG = text(7, 760)
+
+
+def read_by_list(context: Context, token: int) -> int:
+    """Groups that every list of one more token's look-up has; all lists are as long."""
+    before = context.stats()
+    context.feed([token], chunk=1)
+    after = context.stats()
+    visible = after["lookup_visible"] - before["lookup_visible"]
+    far = (context.pos_max() - 10) // 4 - 1
+    lists, rest = divmod(visible, far)
+    assert rest == 0 and lists > 0
+    read, rest = divmod(after["lookup_read"] - before["lookup_read"], lists)
+    assert rest == 0
+    return read
+
+
+def expected_read(length: int, pool: int, ready_before: int | None = None) -> int:
+    """Groups in the pool of a token at position ``length`` of one sequence.
+
+    A span that was complete when the token before was computed is ready (or at ``ready_before``, if that is given).
+    """
+    far = (length - 10) // 4
+    ready = ((length - 1 if ready_before is None else ready_before) - 10) // 4 // 32 - 1
+    return min(pool, ready) * 32 + 31 + far - (1 + ready) * 32
+
+
+@pytest.mark.parametrize("pool", [32, 64, 70, 96])
+def test_pool_of_spans(looking, pool: int) -> None:
+    """Lists have the groups of so many spans, the first span, and what is behind the last one that is ready."""
+    context = looking(**{**SPANS, "span_pool": pool})
+    context.feed(LONG[:690], chunk=32)
+    context.feed(LONG[690:700], chunk=1)
+    assert read_by_list(context, LONG[700]) == expected_read(700, pool // 32) == pool // 32 * 32 + 43
+
+
+def test_spans_are_ready_a_token_after_they_are_complete(looking) -> None:
+    context = looking(**SPANS)
+    context.feed(LONG[:389], chunk=30)
+    reads = [read_by_list(context, LONG[i]) for i in range(389, 400)]
+    assert reads == [expected_read(i, 1) for i in range(389, 400)]
+    # At 394 the group that completes the third span is far, one token later the span is one of two to choose from.
+    assert reads[5] - reads[4] == 1 and reads[6] - reads[5] == -32
+
+
+def test_groups_that_fit_the_pool_are_searched_in_one_level(looking) -> None:
+    """Groups are counted with the padding of the cells in use: 256 cells are 64 groups, 768 are 192."""
+    context, flat = looking(**{**SPANS, "span_pool": 64}), looking(**EVERYTHING)
+    results = [c.feed(LONG[:250], chunk=10) for c in (context, flat)]
+    assert np.array_equal(*results)
+    for c in (context, flat):
+        c.feed(LONG[250:600], chunk=10)
+    assert read_by_list(context, LONG[600]) == expected_read(600, 2) < read_by_list(flat, LONG[600])
+
+
+@pytest.mark.parametrize("settings", [{"hierarchical": "off"}, {"hierarchical": "auto"}, {"span_pool": 193}])
+def test_spans_only_where_they_can_be_used(looking, settings: dict[str, object]) -> None:
+    """Not below 65536 tokens unless asked for, and not if the pool has room for all groups of the context."""
+    flat, context, two_levels = looking(**EVERYTHING), looking(**{**SPANS, **settings}), looking(**SPANS)
+    assert context.stats()["side_bytes"] == flat.stats()["side_bytes"]
+    # Two layers, four heads: a summary and a spread for each of the 6 spans. Exact rows begin at multiples of 64.
+    more = two_levels.stats()["side_bytes"] - flat.stats()["side_bytes"]
+    assert abs(more - 2 * 6 * 4 * (36 + 2)) < 2 * (64 + 16)
+    assert np.array_equal(decode(flat), decode(context))
+
+
+def test_choosing_spans_costs_less_than_leaving_them_out(looking) -> None:
+    """With all but one of the spans left, and with one, the results are closer to dense ones the more is left."""
+    results = []
+    for settings in ({"lookup": "1"}, SPANS, {**SPANS, "span_pool": 96}, {"layers": "window"}):
+        context = looking(**settings)
+        context.feed(LONG[:690], chunk=30)
+        results.append(context.feed(LONG[690:730], chunk=1))
+    away = [kld(results[0], other) for other in results[1:]]
+    assert 10 * SAME_ROWS < away[1] < away[0] < away[2]
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 16])
+@pytest.mark.parametrize("first", [17, 47, 128])
+def test_two_levels_with_batches_of_a_few_tokens(looking, first: int, chunk: int) -> None:
+    """However the text came in, the same spans are ready when it goes on; the results are the same but for rounding."""
+    context, other = looking(**SPANS), looking(**SPANS)
+    context.feed(LONG[:640], chunk=first)
+    other.feed(LONG[:640], chunk=32)
+    for c in (context, other):
+        c.feed(LONG[640:688], chunk=8)
+    results = [context.feed(LONG[688:736], chunk=chunk), other.feed(LONG[688:736], chunk=16)]
+    assert kld(*results) <= 2e-3
+    assert read_by_list(context, LONG[736]) == expected_read(736, 1)
+
+
+def test_a_span_that_loses_a_cell_is_made_again(looking) -> None:
+    """Of a text that is cut and goes on otherwise nothing is left: as if it had been so from the beginning."""
+    context, fresh = looking(**SPANS), looking(**SPANS)
+    context.feed(text(8, 700), chunk=35)
+    assert context.seq_rm(0, 300)
+    fresh.feed(text(8, 300), chunk=35)
+    for c in (context, fresh):
+        c.feed(LONG[300:690], chunk=30)
+    results = [c.feed(LONG[690:730], chunk=1) for c in (context, fresh)]
+    assert kld(*results) <= 2e-3
+    assert read_by_list(context, LONG[730]) == read_by_list(fresh, LONG[730]) == expected_read(730, 1)
+
+
+def test_a_span_with_a_hole_is_looked_at(looking) -> None:
+    context = looking(**SPANS)
+    context.feed(LONG[:690], chunk=30)
+    context.feed(LONG[690:700], chunk=1)
+    assert context.seq_rm(0, 200, 204)
+    before = context.stats()
+    context.feed([LONG[700]], chunk=1)
+    after = context.stats()
+    visible, read = (after[key] - before[key] for key in ("lookup_visible", "lookup_read"))
+    # The second span has 31 groups left, which join the pool; one of the three others is taken.
+    assert read * (171 - 1) == visible * (32 + 43 + 31)
+
+
+def test_sequences_have_spans_of_their_own(looking) -> None:
+    """The second of two sequences begins with a span, so each has the spans that it has alone."""
+    texts = [text(seed, 680) for seed in (5, 6)]
+    settings = {**SPANS, "span_pool": 64, "n_ctx": 1536}
+    alone, flat = [], []
+    for tokens in texts:
+        contexts = looking(**settings), looking(**{**settings, "hierarchical": "off"})
+        for context in contexts:
+            context.feed(tokens[:640], chunk=20)
+        results = [context.feed(tokens[640:], chunk=1) for context in contexts]
+        alone.append(results[0])
+        flat.append(kld(*results))
+    assert min(flat) > 1e-2, "to leave spans out is seen"
+    apart, together = looking(n_seq=2, **settings), looking(n_seq=2, **settings)
+    for context in (apart, together):
+        for seq in range(2):
+            context.feed(texts[seq][:640], seq=seq, chunk=20)
+    before = together.stats()
+    rows = [together.decode([(texts[s][i], i, (s,)) for s in range(2)]) for i in range(640, 680)]
+    after = together.stats()
+    assert after["lookup_read"] - before["lookup_read"] < 0.85 * (after["lookup_visible"] - before["lookup_visible"])
+    for seq in range(2):
+        assert kld(alone[seq], apart.feed(texts[seq][640:], seq=seq, chunk=1)) <= 2e-3
+        assert kld(alone[seq], np.stack([row[seq] for row in rows])) <= 2e-3
+
+
+def test_interleaved_sequences_are_searched_in_one_level(looking) -> None:
+    """Their groups alternate, so a span belongs to nobody; everything is found nevertheless."""
+    texts = [text(seed, 360) for seed in (5, 6)]
+    contexts = looking(n_seq=2, **SPANS), looking(n_seq=2, **EVERYTHING)
+    results = []
+    for context in contexts:
+        for i in range(0, 320, 4):
+            context.decode([(texts[s][j], j, (s,)) for j in range(i, i + 4) for s in range(2)])
+        rows = [context.decode([(texts[s][i], i, (s,)) for s in range(2)]) for i in range(320, 360)]
+        results.append(np.concatenate(rows))
+    assert np.array_equal(*results)
+
+
+def test_after_a_restore_spans_are_made_again(looking) -> None:
+    """At first everything is looked at, then the pool; the state itself is that of a cache without spans."""
+    context, other, flat = looking(**SPANS), looking(**SPANS), looking(**EVERYTHING)
+    for c in (context, flat):
+        c.feed(LONG[:690], chunk=30)
+    state = context.seq_state()
+    assert len(state) == len(flat.seq_state())
+    for target, data in ((other, state), (flat, state)):
+        assert target.set_seq_state(data) == len(data)
+    assert read_by_list(other, LONG[690]) == read_by_list(flat, LONG[690]) == (690 - 10) // 4 - 1
+    assert read_by_list(other, LONG[691]) == expected_read(691, 1)
+    context.feed(LONG[690:692], chunk=1)
+    assert kld(*(c.feed(LONG[692:740], chunk=1) for c in (context, other))) <= 2e-3
+
+
+@pytest.mark.parametrize("calls", [3, 12, 25])
+def test_spans_of_an_aborted_graph_are_made_again(looking, calls: int) -> None:
+    context, calm = looking(**SPANS), looking(**SPANS)
+    for c in (context, calm):
+        c.feed(LONG[:650], chunk=50)
+    assert (650 - 10) // 4 >= 5 * 32 > (600 - 10) // 4, "the next graph is to make one"
+    context.abort_after(calls)
+    assert context.try_decode([(LONG[650], 650, (0,))])[0] == 2
+    context.abort_after(None)
+    assert read_by_list(context, LONG[650]) == expected_read(650, 1, ready_before=600)
+    calm.feed([LONG[650]], chunk=1)
+    assert kld(*(c.feed(LONG[651:700], chunk=1) for c in (calm, context))) <= 2e-3
+    assert read_by_list(context, LONG[700]) == expected_read(700, 1)
+
+
+def test_poison_leaves_no_trace_in_spans(looking) -> None:
+    """A cache that was full of NaN, emptied; and a sequence of NaN beside."""
+    words = np.random.default_rng(3).integers(0, NAN_TOKEN, 700).tolist()
+    expected = looking("llama-64-nan", **SPANS)
+    context = looking("llama-64-nan", **SPANS)
+    context.feed([NAN_TOKEN] * 700, chunk=50)
+    assert context.seq_rm(0)
+    for c in (expected, context):
+        c.feed(words[:640], chunk=40)
+    results = [c.feed(words[640:], chunk=1) for c in (expected, context)]
+    assert np.isfinite(results[1]).all() and kld(*results) <= 2e-3
+
+
+def test_pools_of_spans_and_of_reindex_layers(looking) -> None:
+    """A full layer makes its pool of tokens from the best spans, and reindex layers choose from that."""
+    context = looking(**{**SPANS, "layers": "full,reindex"})
+    context.feed(LONG[:690], chunk=30)
+    context.feed(LONG[690:700], chunk=1)
+    assert read_by_list(context, LONG[700]) == expected_read(700, 1)
+
+
+def test_bound_on_tokens(looking) -> None:
+    context = looking(lookup="0.5", max_tokens=40)
+    context.feed(LONG[:300], chunk=30)
+    assert read_by_list(context, LONG[300]) == 10
+    with pytest.raises(ValueError, match="kv_max_tokens 12 is less than kv_min_tokens 16"):
+        looking(max_tokens=12)

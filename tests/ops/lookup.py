@@ -39,6 +39,13 @@ def pack(lists: list[list[np.ndarray]], room: int = 0) -> np.ndarray:
     return raw
 
 
+def bits(flags: np.ndarray) -> np.ndarray:
+    """Flags as int32 words, the first in the lowest bit."""
+    padded = np.zeros(max(32, -(-len(flags) // 32) * 32), bool)
+    padded[: len(flags)] = flags
+    return np.packbits(padded, bitorder="little").view(np.int32)
+
+
 def select(
     core: ModuleType,
     layer: Layer,
@@ -51,6 +58,8 @@ def select(
     softcap: float = 0.0,
     rotation: Rotation = (0, 0),
     pool: list[list[np.ndarray]] | None = None,
+    ready: np.ndarray | None = None,
+    most_spans: int = 1,
     capacity: int | None = None,
     n_threads: int = 1,
 ) -> Selection:
@@ -71,6 +80,9 @@ def select(
         lookup=(budget.lookup_min, budget.lookup_max),
         threshold=budget.threshold,
         min_tokens=budget.min_tokens,
+        max_tokens=budget.max_tokens,
+        ready=None if ready is None else bits(ready),
+        most_spans=most_spans,
         capacity=capacity,
         n_threads=n_threads,
     )
@@ -124,6 +136,7 @@ def lookup_scene(
     n_head_kv: int = 2,
     states: list[str] | None = None,
     share: dict[str, float] | None = None,
+    spans: bool = False,
 ) -> Scene:
     """A layer whose groups are in the given states, or in random ones.
 
@@ -143,6 +156,7 @@ def lookup_scene(
         share={"far": 1.0},
         n_near=n_cells + 3,
         n_rows=n_cells + 2,
+        spans=spans,
     )
     layer, src = s.layer, s.cell_src
     keys, values = layer.far_keys(np.arange(n_cells)), layer.far_values(np.arange(n_cells))

@@ -29,11 +29,18 @@ def store(
 
 
 def fold(
-    core: ModuleType, layer: Layer, cur: Current, plan: np.ndarray, n_threads: int, rotation: Rotation = (0, 0)
+    core: ModuleType,
+    layer: Layer,
+    cur: Current,
+    plan: np.ndarray,
+    n_threads: int,
+    rotation: Rotation = (0, 0),
+    spans: list[int] | None = None,
 ) -> None:
     core.kv_fold(
         *memory(layer, cur),
         np.ascontiguousarray(plan, np.int32),
+        None if spans is None else np.array(spans, np.int32),
         group=layer.group,
         rotation=rotation,
         n_threads=n_threads,

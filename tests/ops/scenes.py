@@ -37,6 +37,7 @@ def scene(
     share: dict[str, float],
     n_near: int | None = None,
     n_rows: int | None = None,
+    spans: bool = False,
 ) -> Scene:
     """Cells in random states; ``share`` gives the odds of "far", "near", "current" and "hidden".
 
@@ -47,7 +48,7 @@ def scene(
     kinds = rng.choice(list(share), n_cells, p=np.array(list(share.values())) / sum(share.values()))
     n_near = n_near or int((kinds == "near").sum()) + 3
     n_rows = n_rows or int((kinds == "current").sum()) + 2
-    layer = Layer.empty(n_head_kv, head_dim, group, n_cells, n_near, fill=0xFF)
+    layer = Layer.empty(n_head_kv, head_dim, group, n_cells, n_near, fill=0xFF, spans=spans)
     nan = np.full((n_rows, n_head_kv, head_dim), np.nan, np.float32)
     cur = Current(nan, nan.copy())
     keys, values = rows(rng, n_cells, n_head_kv, head_dim), rows(rng, n_cells, n_head_kv, head_dim)

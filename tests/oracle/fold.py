@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from . import fp4
-from .memory import HIDDEN, Current, Layer, read_rows
+from .memory import HIDDEN, SPAN, Current, Layer, read_rows
 from .rotate import Rotation, rotate_f32
 
 
@@ -32,6 +32,20 @@ def fold(layer: Layer, cur: Current, plan: np.ndarray, rotation: Rotation = (0, 
             layer.spread[group] = variance.astype(np.float16)
         layer.far_k[present] = fp4.encode(keys - summary)
         layer.far_v[present] = fp4.encode(values)
+
+
+def summarise(layer: Layer, spans: list[int]) -> None:
+    """Summaries and spreads of spans, from those of their groups."""
+    n = SPAN // layer.group
+    for span in spans:
+        groups = slice(span * n, (span + 1) * n)
+        rows = fp4.decode(layer.summaries[groups])
+        mean = mean_in_order(rows)
+        within = layer.spread[groups].astype(np.float64).mean(axis=0)
+        between = np.mean((rows.astype(np.float64) - mean) ** 2, axis=(0, 2))
+        layer.span_summaries[span] = fp4.encode(mean)
+        with np.errstate(over="ignore"):
+            layer.span_spread[span] = (within + between).astype(np.float16)
 
 
 def mean_in_order(rows: np.ndarray) -> np.ndarray:

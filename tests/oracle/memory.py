@@ -12,6 +12,7 @@ from .layout import SideLayout
 FAR = -1  # the far tier
 HIDDEN = -2  # nobody sees the cell; its bytes may be anything
 CURRENT_BASE = -3  # row r of the micro-batch is CURRENT_BASE - r
+SPAN = 128  # cells of a span
 
 
 def current(row: int) -> int:
@@ -38,10 +39,19 @@ class Layer:
     near_v: np.ndarray
 
     @classmethod
-    def empty(cls, n_head_kv: int, head_dim: int, group: int, n_cells: int, n_near: int, fill: int = 0) -> Layer:
-        """A layer whose rows hold the byte ``fill`` (0xFF makes NaN of every near row)."""
+    def empty(
+        cls,
+        n_head_kv: int,
+        head_dim: int,
+        group: int,
+        n_cells: int,
+        n_near: int,
+        fill: int = 0,
+        spans: bool = False,
+    ) -> Layer:
+        """A layer whose rows hold the byte ``fill`` (0xFF makes NaN of every near row), with or without spans."""
         row = fp4.BLOCK_BYTES * head_dim // fp4.BLOCK_VALUES
-        layout = SideLayout(n_head_kv, head_dim, n_cells // group)
+        layout = SideLayout(n_head_kv, head_dim, n_cells // group, n_cells // SPAN if spans else 0)
         return cls(
             n_head_kv,
             head_dim,
@@ -55,7 +65,10 @@ class Layer:
 
     @property
     def layout(self) -> SideLayout:
-        return SideLayout(self.n_head_kv, self.head_dim, len(self.far_k) // self.group)
+        """Its side memory has spans if it is large enough for them."""
+        shape = self.n_head_kv, self.head_dim, len(self.far_k) // self.group
+        with_spans = SideLayout(*shape, len(self.far_k) // SPAN)
+        return with_spans if with_spans.bytes == len(self.side) else SideLayout(*shape)
 
     @property
     def summaries(self) -> np.ndarray:
@@ -64,6 +77,14 @@ class Layer:
     @property
     def spread(self) -> np.ndarray:
         return self.layout.spread(self.side)
+
+    @property
+    def span_summaries(self) -> np.ndarray:
+        return self.layout.span_summaries(self.side)
+
+    @property
+    def span_spread(self) -> np.ndarray:
+        return self.layout.span_spread(self.side)
 
     def copy(self) -> Layer:
         arrays = (self.far_k, self.far_v, self.side, self.near_k, self.near_v)

@@ -12,7 +12,7 @@ import numpy as np
 
 from . import fp4
 from .attend import attend
-from .memory import FAR, HIDDEN, Current, Layer, read_rows
+from .memory import FAR, HIDDEN, SPAN, Current, Layer, read_rows
 from .rotate import Rotation, rotate
 
 BINS = 2048
@@ -23,12 +23,13 @@ STAND_IN = 0.25
 
 @dataclass(frozen=True)
 class Budget:
-    """Shares of the visible complete groups, share of estimated mass that may stay unread, and a floor in tokens."""
+    """Shares of the visible complete groups, share of estimated mass that may stay unread, and bounds in tokens."""
 
     lookup_min: float
     lookup_max: float
     threshold: float = 0.0
     min_tokens: int = 0
+    max_tokens: int = 0  # 0: none
 
 
 @dataclass
@@ -81,11 +82,13 @@ def far_groups(cell_src: np.ndarray, group: int) -> tuple[np.ndarray, np.ndarray
 
 
 def estimates(
-    layer: Layer, groups: np.ndarray, kv_head: int, q: np.ndarray, scale: float, softcap: float = 0.0
+    summaries: np.ndarray, spread: np.ndarray, q: np.ndarray, scale: float, softcap: float = 0.0
 ) -> np.ndarray:
-    """``e[j, g]`` of query heads ``q [n, head_dim]`` (rotated) for groups: the log of the attention each should get."""
-    summaries = fp4.decode(layer.summaries[groups, kv_head]).astype(np.float64)
-    spread = layer.spread[groups, kv_head].astype(np.float64)
+    """``e[j, g]`` of query heads ``q [n, head_dim]`` (rotated) for groups, or spans, of one KV head that have these.
+
+    It is the log of the attention that each should get.
+    """
+    summaries, spread = fp4.decode(summaries).astype(np.float64), spread.astype(np.float64)
     q = scale * np.asarray(q, np.float64)
     score = q @ summaries.T
     if softcap:
@@ -106,8 +109,9 @@ def combine(e: np.ndarray) -> np.ndarray:
 def limits(n: int, visible: int, group: int, budget: Budget) -> tuple[int, int]:
     """Fewest and most of ``n`` candidates when ``visible`` complete groups are seen."""
     floor = -(-budget.min_tokens // group)
+    bound = min(n, budget.max_tokens // group) if budget.max_tokens else n
     least, most = (
-        min(n, max(int(np.ceil(np.float32(share) * np.float32(visible))), floor))
+        min(bound, max(int(np.ceil(np.float32(share) * np.float32(visible))), floor))
         for share in (budget.lookup_min, budget.lookup_max)
     )
     return least, most
@@ -150,12 +154,45 @@ def choose(
             if pool is not None:
                 allowed &= np.isin(np.arange(len(complete)), pool[i][h])
             candidates = np.flatnonzero(allowed)
-            e = estimates(layer, candidates, h, q[i, h * ratio : (h + 1) * ratio], scale, softcap)
+            parts = layer.summaries[candidates, h], layer.spread[candidates, h]
+            e = estimates(*parts, q[i, h * ratio : (h + 1) * ratio], scale, softcap)
             choice = Choice(candidates, combine(e), 0, np.flatnonzero(partial), e, layer.group)
             least, most = limits(len(candidates), int(seen.sum()), layer.group, budget)
             choice.taken = number_taken(choice.bins(), least, most, budget.threshold)
             choices[-1].append(choice)
     return choices
+
+
+def choose_spans(
+    layer: Layer,
+    ready: np.ndarray,
+    q: np.ndarray,
+    most: int,
+    mask: np.ndarray | None = None,
+    scale: float = 1.0,
+    softcap: float = 0.0,
+    rotation: Rotation = (0, 0),
+) -> list[list[Choice]]:
+    """The first of two levels: a ``Choice`` among spans. ``partial`` are those that are not ``ready`` (bool, each)."""
+    n_q, n_head, _ = q.shape
+    q = rotate(q, rotation[0])
+    ratio = n_head // layer.n_head_kv
+    first = np.arange(len(ready)) * SPAN
+    choices: list[list[Choice]] = []
+    for i in range(n_q):
+        seen = np.flatnonzero(ready & (True if mask is None else mask[i, first] != -np.inf))
+        choices.append([])
+        for h in range(layer.n_head_kv):
+            parts = layer.span_summaries[seen, h], layer.span_spread[seen, h]
+            e = estimates(*parts, q[i, h * ratio : (h + 1) * ratio], scale, softcap)
+            choices[-1].append(Choice(seen, combine(e), min(most, len(seen)), np.flatnonzero(~ready), e, SPAN))
+    return choices
+
+
+def groups_of_spans(spans: np.ndarray, n_spans: int, n_groups: int, group: int) -> np.ndarray:
+    """The groups of spans, and those behind the last one."""
+    span = np.arange(n_groups) * group // SPAN
+    return np.flatnonzero(np.isin(span, spans) | (span >= n_spans))
 
 
 def attend_listed(

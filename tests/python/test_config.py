@@ -19,7 +19,10 @@ def test_defaults(kv_type: str, group: int) -> None:
         "kv_lookup": (0.1, 0.2),
         "kv_threshold": 0.1,
         "kv_min_tokens": 256,
+        "kv_max_tokens": 0,
         "kv_layers": "auto",
+        "kv_hierarchical": "auto",
+        "kv_span_pool": 16384,
     }
     assert KvConfig(kv_type).to_dict() == {
         "kv_type": kv_type,
@@ -88,6 +91,18 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
     ({"kv_type": "fp4_csa2", "kv_threshold": float("nan")}, ["kv_threshold", "nan"]),
     ({"kv_type": "fp4_csa2", "kv_min_tokens": -1}, ["kv_min_tokens", "-1", "0 or more"]),
     ({"kv_type": "fp4_csa2", "kv_min_tokens": 70000}, ["kv_min_tokens", "70000", "65535"]),
+    ({"kv_type": "fp4_csa2", "kv_max_tokens": -1}, ["kv_max_tokens", "-1", "0 or more"]),
+    ({"kv_type": "fp4_csa2", "kv_max_tokens": 70000}, ["kv_max_tokens", "70000", "65535"]),
+    ({"kv_type": "fp4_csa2", "kv_max_tokens": 3}, ["kv_max_tokens", "3", "kv_group=4"]),
+    (
+        {"kv_type": "fp4_csa2", "kv_min_tokens": 64, "kv_max_tokens": 63},
+        ["kv_max_tokens", "63", "kv_min_tokens=64", "0 is no bound"],
+    ),
+    ({"kv_type": "fp4_csa2", "kv_hierarchical": "yes"}, ["kv_hierarchical", "'yes'", "auto, on, off"]),
+    ({"kv_type": "fp4_csa2", "kv_lookup": 1, "kv_hierarchical": "on"}, ["kv_hierarchical", "'on'", "kv_lookup"]),
+    ({"kv_type": "fp4_csa2", "kv_span_pool": 0}, ["kv_span_pool", "0", "1 or more"]),
+    ({"kv_type": "fp4_csa2", "kv_span_pool": 300000}, ["kv_span_pool", "300000", "262144"]),
+    ({"kv_type": "fp4", "kv_span_pool": 64}, ["kv_span_pool", "64", "no effect"]),
     ({"kv_type": "fp4_csa2", "kv_min_context": 1.5}, ["kv_min_context", "1.5", "whole number"]),
     ({"kv_type": "fp4_csa2", "kv_layers": "fast"}, ["kv_layers", "'fast'", "dense", "reindex"]),
     ({"kv_type": "fp4_csa2", "kv_layers": "reuse"}, ["kv_layers", "reuse needs a full layer"]),
@@ -144,6 +159,17 @@ BAD_IN_RUNTIME: list[tuple[dict[str, Any], str]] = [
     ({"kv_type": "fp4_csa2", "threshold": "2"}, "kv_threshold"),
     ({"kv_type": "fp4_csa2", "min_tokens": "65536"}, "kv_min_tokens"),
     ({"kv_type": "fp4_csa2", "min_context": "-1"}, "kv_min_context"),
+    ({"kv_type": "fp4_csa2", "max_tokens": "65536"}, "kv_max_tokens"),
+    ({"kv_type": "fp4_csa2", "max_tokens": "-1"}, "kv_max_tokens"),
+    ({"kv_type": "fp4_csa2", "max_tokens": "3"}, "kv_max_tokens 3 is less than kv_group 4"),
+    ({"kv_type": "fp4_csa2", "max_tokens": "63", "min_tokens": "64"}, "kv_max_tokens 63 is less than kv_min_tokens 64"),
+    ({"kv_type": "fp4", "max_tokens": "64"}, "kv_max_tokens"),
+    ({"kv_type": "fp4_csa2", "hierarchical": "yes"}, "kv_hierarchical"),
+    ({"kv_type": "fp4_csa2", "hierarchical": "on", "lookup": "1"}, "kv_hierarchical"),
+    ({"kv_type": "fp4", "hierarchical": "on"}, "kv_hierarchical"),
+    ({"kv_type": "fp4_csa2", "span_pool": "0"}, "kv_span_pool"),
+    ({"kv_type": "fp4_csa2", "span_pool": "262145"}, "kv_span_pool"),
+    ({"kv_type": "fp4", "span_pool": "64"}, "kv_span_pool"),
     ({"kv_type": "fp4_csa2", "alignment": "yes"}, "kv_alignment"),
     ({"kv_type": "fp4", "alignment": "true"}, "kv_alignment"),
 ]
@@ -154,12 +180,18 @@ def test_runtime_names_bad_look_up_settings(core, settings: dict[str, Any], name
     with pytest.raises(ValueError, match=name):
         core.check_config(settings)
     core.check_config({"kv_type": "fp4_csa2", "lookup": "0.05,0.5", "threshold": 1, "min_tokens": 0, "min_context": 0})
+    core.check_config({"kv_type": "fp4_csa2", "max_tokens": 65535, "hierarchical": "on", "span_pool": 1})
 
 
 def test_text_is_what_flags_take(core) -> None:
     text = KvConfig("fp4_csa2", lookup=(0.05, 0.25), layers="full").to_text()
     assert text["kv_lookup"] == "0.05,0.25" and text["kv_group"] == "4" and text["kv_layers"] == "full"
     core.check_config(text)
+
+
+def test_bound_on_tokens_lowers_the_default_of_the_other() -> None:
+    assert KvConfig("fp4_csa2", max_tokens=100).min_tokens == 100
+    assert KvConfig("fp4_csa2", max_tokens=1000).min_tokens == 256
 
 
 def test_another_type_drops_look_up_defaults_only() -> None:

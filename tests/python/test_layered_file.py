@@ -66,6 +66,7 @@ def test_layers_in_groups() -> None:
     config = KvConfig.from_mapping(EXAMPLE)
     assert (config.kv_type, config.group, config.tail, config.swa_type) == ("fp4_csa2", 2, 128, "q8_0")
     assert config.min_tokens == 1024, "512 groups of two tokens"
+    assert config.hierarchical == "auto"
     modes = layer_modes.expand(str(config.layers))
     decoder = ["full", "reuse", "reuse", "reuse", *(REINDEX * 4)]
     assert modes == ["window"] * 2 + FULL_THEN_REUSE * 3 + decoder and len(modes) == 40
@@ -100,11 +101,17 @@ BAD: list[tuple[str, Any, list[str]]] = [
     ("csa2.middle", {}, ["csa2.middle", "encoder, decoder, indexer"]),
     ("csa2.indexer.query_heads", 32, ["csa2.indexer.query_heads=32", "top_k"]),
     ("csa2.indexer.top_k", 0, ["csa2.indexer.top_k=0"]),
-    ("csa2.indexer.hierarchical.enabled", False, ["csa2.indexer.hierarchical.enabled=False", "true"]),
+    ("csa2.indexer.hierarchical.enabled", "no", ["csa2.indexer.hierarchical.enabled='no'", "true, false"]),
     ("csa2.indexer.hierarchical.candidate_pool_size", 1024, ["candidate_pool_size=1024", "16384"]),
     ("csa2.indexer.hierarchical.max_blocks", 1024, ["max_blocks=1024", "2048 of 8"]),
     ("swa_bounded_replay", {"encoder_replay_tokens": 128}, ["swa_bounded_replay", "kv_cache, csa2"]),
 ]
+
+
+def test_one_level_only() -> None:
+    mapping = json.loads(json.dumps(EXAMPLE))
+    mapping["csa2"]["indexer"]["hierarchical"]["enabled"] = False
+    assert KvConfig.from_mapping(mapping).hierarchical == "off"
 
 
 @pytest.mark.parametrize(("path", "value", "words"), BAD, ids=[path for path, _, _ in BAD])

@@ -24,6 +24,7 @@ CONFIGS = {
     "fp4": KvConfig("fp4"),
     "fp4_csa2": KvConfig("fp4_csa2"),
     "fp4_csa2_ced": KvConfig("fp4_csa2_ced", score="keydiff+attn"),
+    "spans": KvConfig("fp4_csa2", group=2, hierarchical="on", span_pool=300),
     "half": KvConfig("fp4_csa2_ced", keep=0.5, tail=30, score="recent"),
     "odd": KvConfig("fp4", group=8, tail=7, sinks=0, swa_type="q8_0"),
     "f16": KvConfig("f16"),

@@ -49,6 +49,13 @@ enum kvfold_score {
     KVFOLD_SCORE_RECENT  = 8, /* the oldest go first */
 };
 
+/* Whether look-ups of full layers first look at summaries of 128 tokens, and then only at the groups of the best. */
+enum kvfold_hierarchical {
+    KVFOLD_HIERARCHICAL_AUTO = 0, /* beyond 65536 tokens, where groups are more than span_pool */
+    KVFOLD_HIERARCHICAL_ON   = 1, /* wherever groups are more than span_pool */
+    KVFOLD_HIERARCHICAL_OFF  = 2,
+};
+
 #define KVFOLD_LAYERS_SIZE 256
 
 struct kvfold_config {
@@ -63,10 +70,13 @@ struct kvfold_config {
     float   lookup_max;  /* and at most; 1: all are read always */
     float   threshold;   /* share of the estimated attention that may stay unread between them; < 0: default */
     int32_t min_tokens;  /* far tokens that are read at least, 0 .. 65535; < 0: default */
+    int32_t max_tokens;  /* and at most, by a query and KV head, up to 65535; 0: no bound */
     int32_t min_context; /* shorter sequences are read whole; < 0: 4096, with layers on a GPU all are */
     char    layers[KVFOLD_LAYERS_SIZE]; /* what each layer does, see kvfold_config_set; empty: auto */
     bool
         alignment; /* compare every look-up with attention over everything, see kvfold_get_alignment; slow, on the CPU */
+    enum kvfold_hierarchical hierarchical;
+    int32_t                  span_pool; /* groups that are left to choose from, 1 .. 262144; 0: 16384 */
 
     /* Eviction (fp4_csa2_ced): the cache has room for a part of n_ctx; when it is full, whole groups of tokens that matter
      * least are dropped. A sequence never keeps less than `keep` of its tokens. */
@@ -118,6 +128,9 @@ KVFOLD_API const char * kvfold_last_error(void);
 /* "fp4", "fp4_csa2", "fp4_csa2_ced" or "none" */
 KVFOLD_API const char * kvfold_type_name(enum kvfold_type type);
 
+/* "auto", "on" or "off" */
+KVFOLD_API const char * kvfold_hierarchical_name(enum kvfold_hierarchical hierarchical);
+
 /* "keydiff+attn"; valid until the next call on this thread */
 KVFOLD_API const char * kvfold_score_name(uint32_t score);
 
@@ -125,8 +138,8 @@ KVFOLD_API const char * kvfold_score_name(uint32_t score);
 KVFOLD_API struct kvfold_config kvfold_config_default(enum kvfold_type type);
 
 /* Sets one field from text. Keys, all also with "kv_" before: "type", "group", "tail", "sinks", "swa_type",
- * "lookup" ("0.2" or "0.1,0.2"), "threshold", "min_tokens", "min_context", "layers", "alignment" ("true" or "false"),
- * "keep", "score" ("keydiff+attn").
+ * "lookup" ("0.2" or "0.1,0.2"), "threshold", "min_tokens", "max_tokens", "min_context", "layers", "alignment" ("true" or
+ * "false"), "hierarchical" ("auto", "on" or "off"), "span_pool", "keep", "score" ("keydiff+attn").
  *
  * "layers" is "auto", or a list of modes for the layers that keep the whole context, such as "dense*2,full*10,reuse":
  *   dense    reads everything

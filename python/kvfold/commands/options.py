@@ -78,6 +78,12 @@ def add_kv_options(parser: argparse.ArgumentParser, default: str | None) -> None
         "--kv-min-tokens", type=int, metavar="N", help="fp4_csa2: folded tokens read at least (default: 256)"
     )
     group.add_argument(
+        "--kv-max-tokens",
+        type=int,
+        metavar="N",
+        help="fp4_csa2: folded tokens that a query reads at most, for each KV head (default: 0, no bound)",
+    )
+    group.add_argument(
         "--kv-min-context",
         type=int,
         metavar="N",
@@ -85,6 +91,18 @@ def add_kv_options(parser: argparse.ArgumentParser, default: str | None) -> None
     )
     group.add_argument(
         "--kv-layers", metavar="MODES", help="fp4_csa2: auto, or what each layer does, as dense*2,full (default: auto)"
+    )
+    group.add_argument(
+        "--kv-hierarchical",
+        metavar="WHEN",
+        help="fp4_csa2: look at summaries of 128 tokens before those of groups: auto (beyond 65536 tokens), on, off "
+        "(default: auto)",
+    )
+    group.add_argument(
+        "--kv-span-pool",
+        type=int,
+        metavar="N",
+        help="fp4_csa2: groups that are left to choose from then (default: 16384)",
     )
     group.add_argument(
         "--kv-keep",
