@@ -19,6 +19,7 @@
 #include "ops/decode_rows.cuh"
 #include "ops/launch.cuh"
 #include "ops/select_device.cuh"
+#include "ops/warp.cuh"
 
 #include <type_traits>
 
@@ -88,11 +89,7 @@ __device__ __forceinline__ void raise_max(Softmax<NB> & sm, float (&o)[NB][MT][4
     for (int nb = 0; nb < NB; ++nb) {
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
-            float x = fmaxf(top[nb][c], sm.m[nb][c]);
-#pragma unroll
-            for (int d = 4; d < 32; d <<= 1) {
-                x = fmaxf(x, __shfl_xor_sync(~0u, x, d));
-            }
+            const float x = warp_reduce<4>(fmaxf(top[nb][c], sm.m[nb][c]), Max{});
             const float f = exp2_fast(sm.m[nb][c] - x);
             sm.m[nb][c]   = x;
             sm.l[nb][c] *= f;
@@ -540,10 +537,7 @@ __device__ __forceinline__ void decode_block(const AttendParams & p, const Selec
         float own[2], top[2] = {kNoScore, kNoScore}, l[2] = {0.0f, 0.0f};
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
-#pragma unroll
-            for (int d = 4; d < 32; d <<= 1) {
-                sm.l[nb][c] += __shfl_xor_sync(~0u, sm.l[nb][c], d);
-            }
+            sm.l[nb][c] = warp_reduce<4>(sm.l[nb][c], Sum{});
         }
         if (r == 0) {
             shared_ml[warp][2 * t]     = make_float2(sm.m[nb][0], sm.l[nb][0]);

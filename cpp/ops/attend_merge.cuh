@@ -6,6 +6,7 @@
 #include "ops/kv_select.h"
 #include "ops/launch.cuh"
 #include "ops/rotate_device.cuh"
+#include "ops/warp.cuh"
 
 namespace kvfold {
 namespace device {
@@ -82,10 +83,7 @@ __device__ __forceinline__ float2 merge_splits(const AttendParams & p, size_t ro
     for (int i = lane; i < p.n_split; i += 32) {
         m = fmaxf(m, __ldcg(&p.part_ml[i * rows + row].x));
     }
-#pragma unroll
-    for (int d = 1; d < 32; d <<= 1) {
-        m = fmaxf(m, __shfl_xor_sync(~0u, m, d));
-    }
+    m            = warp_reduce(m, Max{});
     float sum[C] = {}, l = 0.0f;
 #pragma unroll 8
     for (int i = share; i < p.n_split; i += shares) {

@@ -26,6 +26,15 @@ struct FarRows {
     static constexpr int chunk  = words / 9;                          // words
 };
 
+// The far bits of group `g` of `p`, in the low bits, and which of them exist.
+template <typename Params>
+__device__ __forceinline__ uint32_t group_bits(const Params & p, int g, uint32_t & full) {
+    const int m = 1 << p.group_shift, cell = g << p.group_shift;
+    full = m == 32 ? ~0u : (1u << m) - 1;
+    // n_kv may cut the last group off; the bits behind it are zero
+    return cell < p.n_kv ? __ldg(p.far_bits + cell / 32) >> (cell % 32) & full : 0;
+}
+
 // This lane's part in copying rows.
 template <int D>
 struct FarCopy {

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "ops/attend_params.cuh"
+#include "ops/warp.cuh"
 
 namespace kvfold {
 namespace device {
@@ -185,9 +186,7 @@ struct OnlineSoftmax {
         if (__any_sync(~0u, top[0] > m[0] + 8.0f || top[1] > m[1] + 8.0f)) {
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                float x       = fmaxf(top[i], m[i]);
-                x             = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
-                x             = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+                const float x = warp_reduce<1, 4>(fmaxf(top[i], m[i]), Max{});
                 const float f = exp2_fast(m[i] - x);
                 m[i]          = x;
                 l[i] *= f;
@@ -212,8 +211,7 @@ struct OnlineSoftmax {
     __device__ __forceinline__ void write(const AttendParams & p, const ScoreRows & rows, int lane, int split) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            l[i] += __shfl_xor_sync(~0u, l[i], 1);
-            l[i] += __shfl_xor_sync(~0u, l[i], 2);
+            l[i] = warp_reduce<1, 4>(l[i], Sum{});
             if (!rows.exists[i]) {
                 continue;
             }

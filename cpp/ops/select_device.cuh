@@ -20,6 +20,7 @@
 #include "ops/decode_rows.cuh"
 #include "ops/kv_select.h"
 #include "ops/launch.cuh"
+#include "ops/warp.cuh"
 
 namespace kvfold {
 namespace device {
@@ -164,14 +165,6 @@ __device__ __forceinline__ void row_scores(float (&s)[2][NB][4], const uint32_t 
     }
 }
 
-// The bits of group `g`, in the low bits, and which of them exist.
-__device__ __forceinline__ uint32_t group_bits(const SelectParams & p, int g, uint32_t & full) {
-    const int m = 1 << p.group_shift, cell = g << p.group_shift;
-    full = m == 32 ? ~0u : (1u << m) - 1;
-    // n_kv may cut the last group off; the bits behind it are zero
-    return cell < p.n_kv ? __ldg(p.far_bits + cell / 32) >> (cell % 32) & full : 0;
-}
-
 // What decides about a lane's group of a tile, on its way.
 struct GroupRequest {
     uint32_t bits, full;
@@ -214,10 +207,7 @@ __device__ __forceinline__ void prepare_columns(const SelectParams & p, int head
         for (int i = 0; i < D / 32; ++i) {
             square += x[i] * x[i];
         }
-#pragma unroll
-        for (int d = 1; d < 32; d <<= 1) {
-            square += __shfl_xor_sync(~0u, square, d);
-        }
+        square = warp_reduce(square, Sum{});
         if (lane == 0) {
             s.spread_weight[j] = kSpreadWeight * kLog2E * square;
         }
@@ -334,16 +324,8 @@ __device__ __forceinline__ void score_groups(const SelectParams & p, int head, i
     for (int nb = 0; nb < NB; ++nb) {
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
-            float top = m[nb][c];
-#pragma unroll
-            for (int d = 4; d < 32; d <<= 1) {
-                top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
-            }
-            float sum = l[nb][c] * exp2_fast(m[nb][c] - top);
-#pragma unroll
-            for (int d = 4; d < 32; d <<= 1) {
-                sum += __shfl_xor_sync(~0u, sum, d);
-            }
+            const float top = warp_reduce<4>(m[nb][c], Max{});
+            const float sum = warp_reduce<4>(l[nb][c] * exp2_fast(m[nb][c] - top), Sum{});
             if (r == 0) {
                 s.ml[warp][8 * nb + 2 * t + c] = make_float2(top, sum);
             }
@@ -363,31 +345,6 @@ __device__ __forceinline__ void score_groups(const SelectParams & p, int head, i
 }
 
 // --- bins ------------------------------------------------------------------------------------------------------------
-
-__device__ __forceinline__ float warp_max(float x) {
-#pragma unroll
-    for (int d = 1; d < 32; d <<= 1) {
-        x = fmaxf(x, __shfl_xor_sync(~0u, x, d));
-    }
-    return x;
-}
-
-template <typename T>
-__device__ __forceinline__ T warp_sum(T x) {
-#pragma unroll
-    for (int d = 1; d < 32; d <<= 1) {
-        x += __shfl_xor_sync(~0u, x, d);
-    }
-    return x;
-}
-
-__device__ __forceinline__ int warp_min(int x) {
-#pragma unroll
-    for (int d = 1; d < 32; d <<= 1) {
-        x = min(x, __shfl_xor_sync(~0u, x, d));
-    }
-    return x;
-}
 
 // Sum over this lane and those before it.
 template <typename T>
@@ -414,8 +371,8 @@ __device__ __forceinline__ void make_codes(const SelectParams & p, int party, co
             sum            = sum * exp2_fast(top - m) + x.y * exp2_fast(x.x - m);
             top            = m;
         }
-        const float m = warp_max(top);
-        sum           = warp_sum(sum * exp2_fast(top - m));
+        const float m = warp_reduce(top, Max{});
+        sum           = warp_reduce(sum * exp2_fast(top - m), Sum{});
         if (lane == 0) {
             s.log_sum[j] = sum > 0.0f ? m + __log2f(sum) : 0.0f;
         }
@@ -499,15 +456,15 @@ __device__ __forceinline__ Cut find_cut(const SelectParams & p, const int32_t * 
             best = min(best, 4 * i + (x.x != 0 ? 0 : x.y != 0 ? 1 : x.z != 0 ? 2 : 3));
         }
     }
-    total = warp_sum(total);
-    best  = warp_min(best);
+    total = warp_reduce(total, Sum{});
+    best  = warp_reduce(best, Min{});
     if (lane == 0) {
         s.ints[warp]      = total;
         s.more_ints[warp] = best;
     }
     __syncthreads();
-    total = warp_sum(lane < WARPS ? s.ints[lane] : 0);
-    best  = warp_min(lane < WARPS ? s.more_ints[lane] : kGridBins);
+    total = warp_reduce(lane < WARPS ? s.ints[lane] : 0, Sum{});
+    best  = warp_reduce(lane < WARPS ? s.more_ints[lane] : kGridBins, Min{});
 
     // Each thread has a few neighbouring bins, counted from the best. The last bin holds everything that is further away.
     const int first = threadIdx.x * per;
@@ -557,7 +514,7 @@ __device__ __forceinline__ Cut find_cut(const SelectParams & p, const int32_t * 
                 enough = min(enough, sum);
             }
         }
-        enough = warp_min(enough);
+        enough = warp_reduce(enough, Min{});
         if (lane == 0) {
             atomicMin(&s.enough, enough);
         }
@@ -630,8 +587,8 @@ __device__ __forceinline__ ListPiece list_piece(const SelectParams & p, int part
         n_sure += __popc(sure);
         n_ties += __popc(ties);
     }
-    n_sure = warp_sum(n_sure);
-    n_ties = warp_sum(n_ties);
+    n_sure = warp_reduce(n_sure, Sum{});
+    n_ties = warp_reduce(n_ties, Sum{});
     if (lane == 0) {
         s.ints[warp]      = n_sure;
         s.more_ints[warp] = n_ties;
