@@ -1,11 +1,11 @@
 // Checks the CUDA operations against plain CPU code and times them, without ggml or a model.
 //
 // usage: harness [check] [quick] [time] [profile] ...
-//   check    every operation over many shapes, against a double-precision reference (attention) or byte by byte (fold, store)
-//            (check-lookup: look-up alone)
+//   check    every operation over many shapes, against a double-precision reference (attention), byte by byte (fold, store), or
+//            against the CPU's (check-lookup: look-up alone; check-score: scores and query statistics alone)
 //   quick    the same over few shapes, for compute-sanitizer
 //   time     decode, fold, prefill over depths; the far rows of a layer are random, layers rotate so that caches do not help
-//            (time-decode, time-lookup, time-fold, time-prefill: one of them)
+//            (time-decode, time-lookup, time-fold, time-score, time-prefill: one of them)
 //   profile  a few decode launches at 64K for a profiler; profile-short: at 256; profile-lookup: look-ups at 64K
 // Exit status 1 when a check failed.
 #include <cuda_fp16.h>
@@ -29,6 +29,7 @@
 #include "ops/cell_lists.h"
 #include "ops/kv_ops.h"
 #include "ops/kv_ops_cuda.h"
+#include "ops/kv_score.h"
 #include "ops/thread_team.h"
 
 using namespace kvfold;
@@ -106,6 +107,18 @@ void parallel_for(int n, const std::function<void(int)> & f) {
         t.join();
     }
 }
+
+// What an operation needs to run on the host, on one thread.
+struct OneThread {
+    std::vector<uint8_t> scratch;
+    Threads              t{};
+
+    explicit OneThread(size_t bytes) : scratch(bytes + 64) {
+        t.nth           = 1;
+        t.scratch       = reinterpret_cast<void *>((reinterpret_cast<uintptr_t>(scratch.data()) + 63) / 64 * 64);
+        t.scratch_bytes = bytes;
+    }
+};
 
 // --- a layer on the host and on the device ---------------------------------------------------------------------------
 
@@ -570,7 +583,7 @@ void check_lookup(Rng & rng, Case c, const LookupBudget & budget, bool stands_in
     host.counters = counted.data();
     std::vector<float> unread_host(size_t(c.n_q) * n_head, NAN);
     host.unread = stands_in ? unread_host.data() : nullptr;
-    run_on_threads(1, kv_select_scratch(host, 1), [&](const Threads & t) { kv_select(host, t); });
+    kv_select(host, OneThread(kv_select_scratch(host, 1)).t);
     const auto want = unpack_lists(selected, n_lists, capacity);
 
     DeviceLayer           d(l);
@@ -912,13 +925,8 @@ void check_fold(Rng & rng, int dim, int group, int n_groups, int capacity, bool 
         rotate_values(&l.cur_k[size_t(r) * l.cur_stride], size_t(l.n_head_kv) * dim, rot.k);
         rotate_values(&l.cur_v[size_t(r) * l.cur_stride], size_t(l.n_head_kv) * dim, rot.v);
     }
-    FoldArgs             ref{l.memory(), l.current(), {0, 0}, plan.data(), n_groups, nullptr, 0};
-    std::vector<uint8_t> scratch(kv_fold_scratch(ref, 1) + 64);
-    Threads              t{};
-    t.nth           = 1;
-    t.scratch       = reinterpret_cast<void *>((reinterpret_cast<uintptr_t>(scratch.data()) + 63) / 64 * 64);
-    t.scratch_bytes = kv_fold_scratch(ref, 1);
-    kv_fold(ref, t);
+    FoldArgs ref{l.memory(), l.current(), {0, 0}, plan.data(), n_groups, nullptr, 0};
+    kv_fold(ref, OneThread(kv_fold_scratch(ref, 1)).t);
     store_reference(l, dst);
     const int32_t plan_number = 42;
     std::memcpy(l.side.data() + side.epoch_offset, &plan_number, sizeof(plan_number));
@@ -955,6 +963,180 @@ void check_fold_all(bool quick) {
             }
         }
     }
+}
+
+// --- scores ----------------------------------------------------------------------------------------------------------
+
+// Scores are of order 1, and differ by the rounding of sums and of exponentials. A wrong cell or channel shows as an error of order 1.
+constexpr double kScoreTolerance = 2e-4;
+
+double largest_difference(const std::vector<float> & got, const std::vector<float> & want, size_t begin, size_t end) {
+    double most = 0.0;
+    for (size_t i = begin; i < end; ++i) {
+        const double e = std::fabs(double(got[i]) - want[i]) / (1.0 + std::fabs(double(want[i])));
+        most           = e >= 0.0 ? std::max(most, e) : INFINITY;  // NaN
+    }
+    return most;
+}
+
+// Statistics of queries with some mean and variance in every channel.
+std::vector<float> random_statistics(Rng & rng, int n_head, int dim, float weight) {
+    std::vector<float> x(size_t(query_stats_size(n_head, dim)), weight);
+    for (int i = 0; i < n_head * dim; ++i) {
+        const float mean = 0.5f * normal(rng), variance = std::exp2(normal(rng));
+        x[1 + i]                = weight * mean;
+        x[1 + n_head * dim + i] = weight * (mean * mean + variance);
+    }
+    return x;
+}
+
+struct ScoreCase {
+    int         dim, group, n_head_kv, gqa, n_kv;
+    std::string holes;    // none, cells, tiles
+    std::string queries;  // some, unseen, none
+    float       softcap;
+    bool        before, in_place;
+};
+
+void check_score(Rng & rng, const ScoreCase & c, const CudaDevice & device) {
+    const int             n_head = c.n_head_kv * c.gqa;
+    Layer                 l      = random_layer(rng, c.n_head_kv, c.dim, c.group, c.n_kv, 1, 1);
+    std::vector<uint32_t> far((c.n_kv + 31) / 32, 0);
+    const size_t          row_blocks = size_t(c.n_head_kv) * l.blocks();
+    std::vector<char>     group_used(l.n_cells / c.group, 0);
+    for (int i = 0; i < l.n_cells; ++i) {
+        const bool hole = c.holes == "cells"   ? uniform(rng, 0, 2) == 0
+                          : c.holes == "tiles" ? i / 40 % 3 == 1 || uniform(rng, 0, 19) == 0
+                                               : false;
+        if (i < c.n_kv && !hole) {
+            far[i / 32] |= 1u << (i % 32);
+            group_used[i / c.group] = 1;
+        } else {  // nobody may look
+            std::memset(static_cast<void *>(&l.far_k[i * row_blocks]), 0xFF, row_blocks * sizeof(Fp4Block));
+            std::memset(static_cast<void *>(&l.far_v[i * row_blocks]), 0xFF, row_blocks * sizeof(Fp4Block));
+        }
+    }
+    for (size_t g = 0; g < group_used.size(); ++g) {
+        if (!group_used[g]) {
+            std::memset(&l.side[g * row_blocks * sizeof(Fp4Block)], 0xFF, row_blocks * sizeof(Fp4Block));
+        }
+    }
+    const std::vector<float> queries = random_statistics(rng, n_head, c.dim, c.queries == "unseen" ? 0.0f : 50.0f);
+    std::vector<float>       before(size_t(kScoreKinds) * c.n_kv), want(before.size());
+    for (float & x : before) {
+        x = normal(rng);
+    }
+    ScoreArgs host{};
+    host.mem = l.memory(), host.far_bits = far.data(), host.n_kv = c.n_kv;
+    host.queries = c.queries == "none" ? nullptr : queries.data(), host.n_head = n_head;
+    host.scale = 1.0f / std::sqrt(float(c.dim)), host.softcap = c.softcap;
+    host.before = c.before ? before.data() : nullptr, host.scores = want.data();
+    kv_score(host, OneThread(kv_score_scratch(host, 1)).t);
+
+    DeviceLayer           d(l);
+    DeviceArray<uint32_t> far_d(far);
+    DeviceArray<float>    queries_d(queries), before_d(before), scores(std::vector<float>(want.size(), NAN));
+    ScoreArgs             a = host;
+    a.mem = d.mem, a.far_bits = far_d.get(), a.queries = host.queries != nullptr ? queries_d.get() : nullptr;
+    a.before = c.before ? before_d.get() : nullptr;
+    a.scores = c.in_place ? before_d.get() : scores.get();
+    std::vector<float> got[2];
+    for (auto & scored : got) {  // twice: nothing may be left over, and sums are made in the same order
+        before_d.upload(before);
+        const size_t         bytes = kv_score_cuda_scratch(a, device);
+        DeviceArray<uint8_t> scratch(std::vector<uint8_t>(bytes, 0xFF));
+        kv_score_cuda(a, device, scratch.get(), nullptr);
+        CHECK_CUDA(cudaGetLastError());
+        CHECK_CUDA(cudaDeviceSynchronize());
+        scored = c.in_place ? before_d.download() : scores.download();
+    }
+    double error[kScoreKinds], most = 0.0;
+    for (int kind = 0; kind < kScoreKinds; ++kind) {
+        error[kind] = largest_difference(got[0], want, size_t(kind) * c.n_kv, size_t(kind + 1) * c.n_kv);
+        most        = std::max(most, error[kind]);
+    }
+    const bool same = std::memcmp(got[0].data(), got[1].data(), want.size() * sizeof(float)) == 0;
+    const bool good = most < kScoreTolerance && same;
+    n_failed += !good;
+    std::printf(
+        "%s score head %3d m %2d kv-heads %d gqa %2d n_kv %5d holes %-5s queries %-6s cap %2.0f before %d in place "
+        "%d, %3d multiprocessors: error %.1e (novelty %.1e, size %.1e, attention %.1e)%s\n",
+        good ? "ok  " : "FAIL", c.dim, c.group, c.n_head_kv, c.gqa, c.n_kv, c.holes.c_str(), c.queries.c_str(),
+        c.softcap, c.before, c.in_place, device.n_sm, most, error[kNovelty], error[kSize], error[kAttention],
+        same ? "" : ", THE SECOND TIME ANOTHER RESULT");
+    std::fflush(stdout);
+}
+
+// `rotation`: channels that are rotated together, or 0.
+void check_observe(Rng & rng, int dim, int n_head, int n_q, int rotation, int n_layers) {
+    const int64_t                   head_stride = dim + 4 * uniform(rng, 0, 1), query_stride = n_head * head_stride + 8;
+    std::vector<DeviceArray<float>> q_d, stats_d;
+    std::vector<std::vector<float>> want;
+    std::vector<ObserveArgs>        layers;
+    for (int i = 0; i < n_layers; ++i) {
+        std::vector<float> q(size_t(n_q * query_stride));
+        for (float & x : q) {
+            x = 0.5f + normal(rng);
+        }
+        want.push_back(random_statistics(rng, n_head, dim, i % 2 == 0 ? 30.0f : 0.0f));
+        q_d.emplace_back(q);
+        stats_d.emplace_back(want.back());
+        ObserveArgs a{q.data(), query_stride, head_stride, n_q, n_head, dim, rotation, want.back().data()};
+        kv_observe(a, OneThread(kv_observe_scratch(a, 1)).t);
+        a.q = q_d.back().get(), a.queries = stats_d.back().get();
+        layers.push_back(a);
+    }
+    kv_observe_cuda(layers, nullptr);
+    CHECK_CUDA(cudaGetLastError());
+    CHECK_CUDA(cudaDeviceSynchronize());
+    double most = 0.0;
+    for (int i = 0; i < n_layers; ++i) {
+        most = std::max(most, largest_difference(stats_d[i].download(), want[i], 0, want[i].size()));
+    }
+    const bool good = most < kScoreTolerance;
+    n_failed += !good;
+    std::printf("%s observe head %3d heads %2d n_q %3d rotation %3d layers %3d: error %.1e\n", good ? "ok  " : "FAIL",
+                dim, n_head, n_q, rotation, n_layers, most);
+}
+
+void check_score_all(bool quick, const CudaDevice & device) {
+    Rng                    rng(8);
+    std::vector<ScoreCase> cases;
+    const char *           holes[] = {"none", "cells", "tiles"};
+    for (int dim : {64, 128, 256}) {
+        for (int gqa : {1, 2, 3, 4, 7, 16}) {
+            for (const char * h : holes) {
+                const int groups[] = {2, 4, 8, 16, 32}, n_kvs[] = {256, 1000, 2048, 3001};
+                cases.push_back({dim, groups[cases.size() % 5], uniform(rng, 1, 3), gqa,
+                                 n_kvs[uniform(rng, 0, quick ? 1 : 3)], h, "some", gqa == 2 ? 30.0f : 0.0f,
+                                 uniform(rng, 0, 1) == 0, false});
+                cases.back().in_place = cases.back().before && uniform(rng, 0, 1) == 0;
+            }
+        }
+        for (const char * q : {"unseen", "none"}) {
+            cases.push_back({dim, 4, 2, 5, 700, "cells", q, 0.0f, true, true});
+        }
+        for (int n_kv : {1, 31, 33, 64, 130}) {  // fewer cells than warps
+            cases.push_back(
+                {dim, n_kv == 33 ? 32 : 2, 2, 4, n_kv, n_kv > 1 ? "cells" : "none", "some", 0.0f, false, false});
+        }
+    }
+    if (!quick) {
+        cases.push_back({128, 4, 8, 4, 20000, "tiles", "some", 0.0f, true, true});
+    }
+    for (size_t i = 0; i < cases.size(); ++i) {
+        if (!quick || i % 8 == 5) {
+            // as many blocks as a smaller device would have
+            check_score(rng, cases[i], {i % 3 == 0 ? uniform(rng, 1, device.n_sm) : device.n_sm, device.arch});
+        }
+    }
+    for (int dim : {64, 128, 256}) {
+        for (int n_q : {1, 2, 7, 16, 33, 512}) {
+            check_observe(rng, dim, n_q == 512 ? 8 : uniform(rng, 1, 32), n_q, 0, n_q <= 16 ? 3 : 1);
+            check_observe(rng, dim, uniform(rng, 1, 8), n_q, n_q % 2 == 0 ? 64 : dim, 1);
+        }
+    }
+    check_observe(rng, 64, 2, 1, 64, 300);  // more layers than a launch carries
 }
 
 // --- timing ----------------------------------------------------------------------------------------------------------
@@ -1236,6 +1418,70 @@ void time_fold(const Shape & s, int group, int n_rows) {
     std::fflush(stdout);
 }
 
+// Scores of all far cells, and statistics of queries.
+void time_score(const Shape & s, int group, int n_kv, const CudaDevice & device) {
+    TimedLayers              t(s, group, n_kv, 1, size_t(1) << 30);
+    Rng                      rng(9);
+    const DeviceCells        cells(conversation(n_kv, 1, 1), 0);
+    const DeviceArray<float> queries(random_statistics(rng, s.n_head, s.dim, 50.0f));
+    const DeviceArray<float> scores(std::vector<float>(size_t(kScoreKinds) * n_kv, 0.0f));
+    std::vector<ScoreArgs>   args;
+    for (auto & l : t.layers) {
+        ScoreArgs a{};
+        a.mem = l.mem, a.far_bits = cells.far_bits.get(), a.n_kv = n_kv, a.queries = queries.get(), a.n_head = s.n_head;
+        a.scale = 1.0f / std::sqrt(float(s.dim)), a.before = scores.get(), a.scores = scores.get();
+        args.push_back(a);
+    }
+    const size_t               bytes = kv_score_cuda_scratch(args[0], device);
+    const DeviceArray<uint8_t> scratch(bytes);
+    auto                       timed = [&](bool with_queries) {
+        for (auto & a : args) {
+            a.queries = with_queries ? queries.get() : nullptr;
+        }
+        return time_graph(
+                   [&](cudaStream_t stream) {
+                       for (int i = 0; i < s.n_layer; ++i) {
+                           kv_score_cuda(args[i % t.n], device, scratch.get(), stream);
+                       }
+                   },
+                   9) /
+               float(s.n_layer);
+    };
+    const float  ms = timed(true), alone = timed(false);
+    const double read = attend_bytes(s, group, n_kv);
+    std::printf("score  %-10s m %2d n_kv %6d: %7.1f us a layer, %6.3f ms for %d layers; rows %.1f MiB a layer, read at "
+                "%.2f TB/s; "
+                "scratch %.1f MiB; without queries %.1f us\n",
+                s.name, group, n_kv, ms * 1e3, ms * s.n_layer, s.n_layer, read / (1 << 20), read / ms * 1e-9,
+                double(bytes) / (1 << 20), alone * 1e3);
+    std::fflush(stdout);
+}
+
+void time_observe(const Shape & s, int n_q) {
+    Rng                             rng(10);
+    const DeviceArray<float>        q(std::vector<float>(size_t(n_q) * s.n_head * s.dim, 1.0f));
+    std::vector<DeviceArray<float>> stats;
+    std::vector<ObserveArgs>        layers;
+    for (int i = 0; i < s.n_layer; ++i) {
+        stats.emplace_back(random_statistics(rng, s.n_head, s.dim, 50.0f));
+        layers.push_back({q.get(), int64_t(s.n_head) * s.dim, s.dim, n_q, s.n_head, s.dim, n_q <= 16 ? s.dim : 0,
+                          stats.back().get()});
+    }
+    const float apart = time_graph(
+        [&](cudaStream_t stream) {
+            for (const ObserveArgs & a : layers) {
+                kv_observe_cuda({a}, stream);
+            }
+        },
+        15);
+    const float together = time_graph([&](cudaStream_t stream) { kv_observe_cuda(layers, stream); }, 15);
+    std::printf("observe %-9s n_q %3d, %d layers, %.2f MiB of statistics: %.1f us, by one launch %.1f us\n", s.name,
+                n_q, s.n_layer,
+                double(s.n_layer) * double(query_stats_size(s.n_head, s.dim)) * sizeof(float) / (1 << 20), apart * 1e3,
+                together * 1e3);
+    std::fflush(stdout);
+}
+
 const Shape kLlama8b{"llama-8b", 32, 8, 32, 128}, kLlama1b{"llama-1b", 16, 8, 32, 64},
     kLlama3b{"llama-3b", 28, 8, 24, 128}, kGemma4b{"gemma-4b", 34, 4, 8, 256}, kGqa8{"gqa-8", 32, 8, 64, 128};
 
@@ -1278,6 +1524,18 @@ void time_folds() {
     }
 }
 
+void time_scores(const CudaDevice & device) {
+    for (int n_kv : {4096, 16384, 65536}) {
+        time_score(kLlama8b, 4, n_kv, device);
+    }
+    for (const Shape & s : {kLlama1b, kGemma4b, kGqa8}) {
+        time_score(s, 4, 65536, device);
+    }
+    for (int n_q : {1, 16, 512}) {
+        time_observe(kLlama8b, n_q);
+    }
+}
+
 void time_prefill(const CudaDevice & device) {
     for (int n_kv : {2048, 8192, 32768}) {
         time_attend(kLlama8b, 4, n_kv, 512, false, device, 1.0);
@@ -1300,12 +1558,16 @@ int main(int argc, char ** argv) {
             check_fold_all(what == "quick");
             check_attend_all(what == "quick", device);
             check_lookup_all(what == "quick", device);
+            check_score_all(what == "quick", device);
             std::printf("%s: %d failed\n", what.c_str(), n_failed);
         } else if (what == "check-lookup") {
             check_lookup_all(false, device);
             std::printf("%s: %d failed\n", what.c_str(), n_failed);
+        } else if (what == "check-score") {
+            check_score_all(false, device);
+            std::printf("%s: %d failed\n", what.c_str(), n_failed);
         } else if (what == "time" || what == "time-decode" || what == "time-fold" || what == "time-prefill" ||
-                   what == "time-lookup") {
+                   what == "time-lookup" || what == "time-score") {
             const auto wanted = [&](const char * part) {
                 return what == "time" || what == std::string("time-") + part;
             };
@@ -1317,6 +1579,9 @@ int main(int argc, char ** argv) {
             }
             if (wanted("fold")) {
                 time_folds();
+            }
+            if (wanted("score")) {
+                time_scores(device);
             }
             if (wanted("prefill")) {
                 time_prefill(device);

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "ops/kv_ops.h"
+#include "ops/kv_score.h"
 #include "ops/kv_select.h"
 
 namespace kvfold {
@@ -50,6 +51,14 @@ void kv_select_attend_cuda(const SelectArgs & a, const SparseAttendArgs & b, con
 // before that; the exact cells are then attended while it is still at work.
 void kv_attend_sparse_cuda(const SparseAttendArgs & a, bool after_lookup, const CudaDevice & device, void * scratch,
                            cudaStream_t stream);
+
+// kv_score; results differ from the CPU's by the rounding of sums. `scratch` is as large as kv_score_cuda_scratch() says.
+size_t kv_score_cuda_scratch(const ScoreArgs & a, const CudaDevice & device);
+void   kv_score_cuda(const ScoreArgs & a, const CudaDevice & device, void * scratch, cudaStream_t stream);
+
+// kv_observe, for any number of layers at once (none: nothing is launched). Layers that differ in more than their memory cost
+// further launches.
+void kv_observe_cuda(const std::vector<ObserveArgs> & layers, cudaStream_t stream);
 
 // kv_fold: `a.n_groups` is the capacity of the plan; how many entries are real is read from `n_real` (device memory) when
 // it is not null. The bytes written equal those of the CPU.
