@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <functional>
 #include <initializer_list>
 #include <stdexcept>
 #include <vector>
@@ -69,7 +70,7 @@ class PlanInput : public llm_graph_input_i {
 
     const int64_t              n_kv;
     ggml_tensor *              words;    // PlanLayout
-    std::vector<ggml_tensor *> commits;  // store nodes that the graph will get with its last layer
+    std::vector<ggml_tensor *> commits;  // store and observe nodes that the graph will get with its last layer
 
     // What layers of this graph have chosen so far; null: nothing.
     ggml_tensor * chosen = nullptr;
@@ -171,17 +172,21 @@ ggml_tensor * store_node(ggml_context * ctx, const NodeSpec & spec, bool batched
     return t;
 }
 
-ggml_tensor * score_node(ggml_context * ctx, const NodeSpec & spec, ggml_tensor * cells, ggml_tensor * before) {
-    const CacheLayer & layer = spec.layer;
-    ggml_tensor *      t = before != nullptr ? ggml_view_tensor(ctx, before)  // sums are made in place
-                                             : ggml_new_tensor_2d(ctx, GGML_TYPE_F32, layer.far_k->ne[1], kScoreKinds);
+// Sums over layers are made in place, in `room`: f32, of as many bytes as a backend wants for the node of any of the layers. Without
+// it, a node to ask for that.
+ggml_tensor * score_node(ggml_context * ctx, const NodeSpec & spec, ggml_tensor * cells, ggml_tensor * room,
+                         ggml_tensor * before) {
+    const CacheLayer & layer   = spec.layer;
+    const int64_t      n_cells = layer.far_k->ne[1];
+    ggml_tensor *      t = room != nullptr ? ggml_view_2d(ctx, room, n_cells, kScoreKinds, n_cells * sizeof(float), 0)
+                                           : ggml_new_tensor_2d(ctx, GGML_TYPE_F32, n_cells, kScoreKinds);
     make_custom(t, NodeOp::score, spec, {layer.far_k, layer.far_v, layer.tier, cells, layer.queries, before});
     return t;
 }
 
-ggml_tensor * observe_node(ggml_context * ctx, const NodeSpec & spec, ggml_tensor * q) {
+ggml_tensor * observe_node(ggml_context * ctx, const NodeSpec & spec, bool batched, ggml_tensor * q) {
     ggml_tensor * t = ggml_view_tensor(ctx, spec.layer.queries);
-    make_custom(t, NodeOp::observe, spec, {q, spec.layer.queries});
+    make_custom(t, batched ? NodeOp::observe_batched : NodeOp::observe, spec, {q, spec.layer.queries});
     return t;
 }
 
@@ -245,29 +250,46 @@ ggml_tensor * select_groups(const llm_graph_context & g, const kvfold_cache & ca
 
 namespace {
 
+ggml_backend_dev_t device_of(const CacheLayer & layer) {
+    return ggml_backend_buft_get_device(ggml_backend_buffer_get_type(layer.far_k->buffer));
+}
+
 // A backend of one's own for memory that is there already; null if there is none.
 ggml_backend_ptr backend_of(const CacheLayer & layer) {
-    ggml_backend_dev_t dev = ggml_backend_buft_get_device(ggml_backend_buffer_get_type(layer.far_k->buffer));
+    ggml_backend_dev_t dev = device_of(layer);
     return ggml_backend_ptr(dev != nullptr ? ggml_backend_dev_init(dev, nullptr)
                                            : ggml_backend_init_by_type(GGML_BACKEND_DEVICE_TYPE_CPU, nullptr));
 }
 
-}  // namespace
-
-std::vector<float> run_score(const std::vector<CacheLayer> & layers, int32_t group,
-                             const std::vector<uint32_t> & far_bits) {
-    const ggml_backend_ptr backend = backend_of(layers[0]);
+// run_score() for layers of one device.
+std::vector<float> score_on_device(const std::vector<const CacheLayer *> & layers, int32_t group,
+                                   const std::vector<uint32_t> & far_bits) {
+    const ggml_backend_ptr backend = backend_of(*layers[0]);
     if (!backend) {
         return {};
     }
-    const size_t     n_tensors = 8 * layers.size() + 8;  // sources of all nodes are counted too
-    ggml_context_ptr ctx(
-        ggml_init({ggml_tensor_overhead() * n_tensors + ggml_graph_overhead_custom(n_tensors, false), nullptr, true}));
-    ggml_tensor * cells = ggml_new_tensor_1d(ctx.get(), GGML_TYPE_I32, int64_t(far_bits.size()));
-    ggml_cgraph * gf    = ggml_new_graph_custom(ctx.get(), n_tensors, false);
-    ggml_tensor * sum   = nullptr;
-    for (const CacheLayer & layer : layers) {
-        sum = score_node(ctx.get(), {layer, group, {}, layer.scale, layer.softcap}, cells, sum);
+    const size_t n_tensors = 8 * layers.size() + 8;  // sources of all nodes are counted too
+    const auto   new_ctx   = [&] {
+        return ggml_context_ptr(ggml_init(
+            {ggml_tensor_overhead() * n_tensors + ggml_graph_overhead_custom(n_tensors, false), nullptr, true}));
+    };
+    const auto spec_of = [&](const CacheLayer & layer) {
+        return NodeSpec{layer, group, {}, layer.scale, layer.softcap};
+    };
+    const ggml_context_ptr questions = new_ctx(), ctx = new_ctx();
+    ggml_tensor *          cells  = ggml_new_tensor_1d(ctx.get(), GGML_TYPE_I32, int64_t(far_bits.size()));
+    size_t                 wanted = 0;
+    for (const CacheLayer * layer : layers) {
+        const ggml_tensor * node = score_node(questions.get(), spec_of(*layer), cells, nullptr, nullptr);
+        wanted = std::max(wanted,
+                          ggml_backend_buft_get_alloc_size(ggml_backend_get_default_buffer_type(backend.get()), node));
+    }
+    ggml_tensor * room =
+        ggml_new_tensor_1d(ctx.get(), GGML_TYPE_F32, int64_t((wanted + sizeof(float) - 1) / sizeof(float)));
+    ggml_cgraph * gf  = ggml_new_graph_custom(ctx.get(), n_tensors, false);
+    ggml_tensor * sum = nullptr;
+    for (const CacheLayer * layer : layers) {
+        sum = score_node(ctx.get(), spec_of(*layer), cells, room, sum);
         ggml_build_forward_expand(gf, sum);
     }
     const ggml_backend_buffer_ptr buffer(ggml_backend_alloc_ctx_tensors(ctx.get(), backend.get()));
@@ -281,6 +303,32 @@ std::vector<float> run_score(const std::vector<CacheLayer> & layers, int32_t gro
     std::vector<float> scores(size_t(ggml_nelements(sum)));
     ggml_backend_tensor_get(sum, scores.data(), 0, scores.size() * sizeof(float));
     return scores;
+}
+
+}  // namespace
+
+std::vector<float> run_score(const std::vector<CacheLayer> & layers, int32_t group,
+                             const std::vector<uint32_t> & far_bits) {
+    std::vector<std::vector<const CacheLayer *>> devices;
+    for (const CacheLayer & layer : layers) {
+        const auto same = std::find_if(devices.begin(), devices.end(),
+                                       [&](const auto & d) { return device_of(*d[0]) == device_of(layer); });
+        if (same != devices.end()) {
+            same->push_back(&layer);
+        } else {
+            devices.push_back({&layer});
+        }
+    }
+    std::vector<float> sum;
+    for (const auto & device : devices) {
+        const std::vector<float> scores = score_on_device(device, group, far_bits);
+        if (scores.empty()) {
+            return {};
+        }
+        sum.resize(scores.size(), 0.0f);
+        std::transform(sum.begin(), sum.end(), scores.begin(), sum.begin(), std::plus<float>());
+    }
+    return sum;
 }
 
 bool run_fold(const CacheLayer & layer, int32_t group, const std::vector<int32_t> & entries, int32_t n_groups,
@@ -346,6 +394,11 @@ ggml_tensor * probe_plan(ggml_context * ctx, int32_t group, int32_t n_spans) {
     return ggml_new_tensor_1d(ctx, GGML_TYPE_I32, plan_layout(kProbeCells / 32, kProbeNear, 1, group, n_spans).size);
 }
 
+// f32 [query_stats_size()]
+ggml_tensor * probe_queries(ggml_context * ctx, int32_t n_head, int32_t head_dim) {
+    return ggml_new_tensor_1d(ctx, GGML_TYPE_F32, query_stats_size(n_head, head_dim));
+}
+
 ggml_tensor * probe_mask(ggml_context * ctx) { return ggml_new_tensor_2d(ctx, GGML_TYPE_F16, kProbeCells, 1); }
 
 }  // namespace
@@ -371,6 +424,19 @@ ggml_tensor * probe_select(ggml_context * ctx, int32_t n_head, int32_t n_head_kv
                        groups, capacity, false);
 }
 
+ggml_tensor * probe_score(ggml_context * ctx, int32_t n_head, int32_t n_head_kv, int32_t head_dim, int32_t group) {
+    CacheLayer layer    = probe_layer(ctx, n_head_kv, head_dim, group);
+    layer.queries       = probe_queries(ctx, n_head, head_dim);
+    ggml_tensor * cells = ggml_new_tensor_1d(ctx, GGML_TYPE_I32, kProbeCells / 32);
+    return score_node(ctx, {layer, group, {}, 1.0f}, cells, nullptr, nullptr);
+}
+
+ggml_tensor * probe_observe(ggml_context * ctx, int32_t n_head, int32_t n_head_kv, int32_t head_dim, int32_t group) {
+    CacheLayer layer = probe_layer(ctx, n_head_kv, head_dim, group);
+    layer.queries    = probe_queries(ctx, n_head, head_dim);
+    return observe_node(ctx, {layer, group, {}}, false, probe_q(ctx, n_head, head_dim));
+}
+
 }  // namespace kvfold
 
 ggml_tensor * kvfold_build_attn(const llm_graph_context & g, ggml_tensor * q, ggml_tensor * k, ggml_tensor * kq_b,
@@ -393,13 +459,21 @@ ggml_tensor * kvfold_build_attn(const llm_graph_context & g, ggml_tensor * q, gg
     const kvfold::NodeSpec spec = {layer, cache->config.group,
                                    cache->fused_rotation ? cache->rotation : kvfold::Rotation{}, kq_scale, softcap};
 
+    // With few tokens on a GPU all layers are observed, folded and stored at the end, by a launch each: a launch a layer would cost more
+    // than its work. (Many tokens' rows would have to be kept for that.)
+    const bool at_the_end = cache->fused_rotation && cache->one_device;
+
     if (layer.queries != nullptr && il == layer.il) {
         layer.scale           = kq_scale;
         layer.softcap         = softcap;
-        ggml_tensor * observe = kvfold::observe_node(g.ctx0, spec, q);
+        ggml_tensor * observe = kvfold::observe_node(g.ctx0, spec, at_the_end, q);
         ggml_format_name(observe, "kvfold_observe-%d", il);
         kvfold::keep_with_cache(g, layer, observe);
-        ggml_build_forward_expand(g.gf, observe);
+        if (at_the_end) {
+            input.commits.push_back(observe);
+        } else {
+            ggml_build_forward_expand(g.gf, observe);
+        }
     }
 
     ggml_tensor * mask      = cache->plan.needs_mask ? kq_mask : nullptr;
@@ -420,9 +494,7 @@ ggml_tensor * kvfold_build_attn(const llm_graph_context & g, ggml_tensor * q, gg
     }
 
     if (il == layer.last_il) {
-        // With few tokens on a GPU all layers are folded and stored at the end, by one launch: a launch a layer would cost more
-        // than its work. (Many tokens' rows would have to be kept for that.)
-        const bool    batched = cache->fused_rotation && cache->one_device && il != cache->final_il;
+        const bool    batched = at_the_end && il != cache->final_il;
         ggml_tensor * fold    = kvfold::fold_node(g.ctx0, spec, input.words, attend);
         ggml_tensor * store   = kvfold::store_node(g.ctx0, spec, batched, input.words, fold);
         ggml_format_name(fold, "kvfold_fold-%d", il);

@@ -14,7 +14,7 @@ bool run_fold(const CacheLayer & layer, int32_t group, const std::vector<int32_t
               int32_t epoch);
 
 // Scores the cells of `far_bits` (ScoreArgs), which all cells of the layers have a place in, and adds layers up:
-// [kScoreKinds][n_cells]; empty on failure. Waits for the layers' backend.
+// [kScoreKinds][n_cells]; empty on failure. Runs on the layers' devices, which must have nothing left to do.
 std::vector<float> run_score(const std::vector<CacheLayer> & layers, int32_t group,
                              const std::vector<uint32_t> & far_bits);
 
@@ -26,5 +26,9 @@ ggml_tensor * probe_attend(ggml_context * ctx, int32_t n_head, int32_t n_head_kv
 enum class LookupKind { plain, from_pool, two_levels, bounded };
 ggml_tensor * probe_select(ggml_context * ctx, int32_t n_head, int32_t n_head_kv, int32_t head_dim, int32_t group,
                            LookupKind kind);
+
+// The same for a score and for an observe node.
+ggml_tensor * probe_score(ggml_context * ctx, int32_t n_head, int32_t n_head_kv, int32_t head_dim, int32_t group);
+ggml_tensor * probe_observe(ggml_context * ctx, int32_t n_head, int32_t n_head_kv, int32_t head_dim, int32_t group);
 
 }  // namespace kvfold

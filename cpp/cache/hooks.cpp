@@ -27,12 +27,13 @@
 
 namespace {
 
-// Whether a device runs our attention for this layer's shape. Asked with a node that exists for the question only.
-bool device_attends(ggml_backend_dev_t dev, const llama_hparams & hparams, uint32_t il, int32_t group) {
+// Whether a device runs a node for this layer's shape. Asked with one that exists for the question only.
+bool device_runs(decltype(kvfold::probe_attend) * probe, ggml_backend_dev_t dev, const llama_hparams & hparams,
+                 uint32_t il, int32_t group) {
     ggml_context_ptr ctx(ggml_init({ggml_tensor_overhead() * 16, nullptr, true}));
-    ggml_tensor *    node = kvfold::probe_attend(ctx.get(), int32_t(hparams.n_head(il)), int32_t(hparams.n_head_kv(il)),
-                                                 int32_t(hparams.n_embd_head_k(il)), group);
-    return ggml_backend_dev_supports_op(dev, node);
+    return ggml_backend_dev_supports_op(dev,
+                                        probe(ctx.get(), int32_t(hparams.n_head(il)), int32_t(hparams.n_head_kv(il)),
+                                              int32_t(hparams.n_embd_head_k(il)), group));
 }
 
 // Whether the device of a layer runs such a select node.
@@ -190,7 +191,10 @@ void kvfold_access::ctor_begin(llama_kv_cache & kv, ggml_type & type_k, ggml_typ
                 ggml_backend_dev_type(dev) == GGML_BACKEND_DEVICE_TYPE_CPU) {
                 continue;
             }
-            if (!device_attends(dev, kv.hparams, il, config->group)) {
+            const auto runs = [&](decltype(kvfold::probe_attend) * probe) {
+                return device_runs(probe, dev, kv.hparams, il, config->group);
+            };
+            if (!runs(kvfold::probe_attend)) {
                 LLAMA_LOG_WARN("kvfold: device %s has no kvfold attention for this model; the cache stays in host "
                                "memory and attention "
                                "runs on the CPU, which is slow\n",
@@ -198,7 +202,8 @@ void kvfold_access::ctor_begin(llama_kv_cache & kv, ggml_type & type_k, ggml_typ
                 offload = false;
                 break;
             }
-            if (kv.kvfold->evicts() && config->score != KVFOLD_SCORE_RECENT) {
+            if (kv.kvfold->evicts() && config->score != KVFOLD_SCORE_RECENT &&
+                !(runs(kvfold::probe_score) && runs(kvfold::probe_observe))) {
                 kvfold::fail(kvfold::message("kv_type fp4_csa2_ced: %s cannot score tokens by kv_score %s; possible "
                                              "there: kv_score recent, or a "
                                              "cache in host memory (offload_kqv off)",
@@ -432,6 +437,10 @@ bool kvfold_access::place(llama_kv_cache & kv, llama_kv_cache::slot_info & slots
             for (uint32_t c = 0; c < cells.size(); ++c) {
                 far[c / 32] |= uint32_t(!cells.is_empty(c) && cache.near.row_of(c) < 0) << (c % 32);
             }
+            if (cache.context != nullptr) {
+                // The micro-batch before may still be running on a device.
+                ggml_backend_sched_synchronize(cache.context->get_sched());
+            }
             const auto scores = kvfold::run_score(cache.layers, cache.config.group, far);
             if (scores.empty()) {
                 return kvfold::fail("the cache is full and its tokens could not be scored");
@@ -570,6 +579,9 @@ void kvfold::say(const std::string & line) {
 }
 
 void kvfold_access::announce(const llama_context & ctx) {
+    if (const llama_kv_cache * base = find_caches(ctx.get_memory()).base; base != nullptr && base->kvfold) {
+        base->kvfold->context = &ctx;
+    }
     kvfold_stats s;
     if (ctx.get_model().hparams.no_alloc || !stats(ctx, s)) {
         return;  // a dry run allocates nothing worth a line

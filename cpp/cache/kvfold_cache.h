@@ -14,6 +14,7 @@
 #include "kvfold/kvfold.h"
 #include "ops/kv_ops.h"
 
+struct llama_context;
 struct llm_graph_context;
 
 namespace kvfold {
@@ -66,6 +67,8 @@ struct kvfold_cache {
     kvfold::Rotation rotation{};
     bool             fused_rotation = false;
     int32_t          fused_queries  = 0;  // a micro-batch of up to so many tokens does
+
+    const llama_context * context = nullptr;  // whose cache it is; null until that is complete
 
     bool    one_device = false;  // all layers are on the same one, which is not the CPU
     int32_t final_il   = 0;      // the greatest last_il

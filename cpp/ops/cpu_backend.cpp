@@ -40,6 +40,7 @@ class Traits : public ggml::cpu::tensor_traits {
             size += kv_score_scratch(score_args(op), n_threads);
             return true;
         case NodeOp::observe:
+        case NodeOp::observe_batched:
             size += kv_observe_scratch(observe_args(op), n_threads);
             return true;
         case NodeOp::store:
@@ -81,6 +82,7 @@ class Traits : public ggml::cpu::tensor_traits {
             kv_score(score_args(op), t);
             return true;
         case NodeOp::observe:
+        case NodeOp::observe_batched:
             kv_observe(observe_args(op), t);
             return true;
         case NodeOp::store:

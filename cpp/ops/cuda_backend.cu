@@ -67,6 +67,8 @@ size_t cuda_scratch(int device_id, const ggml_tensor * node) {
                 : looks_up(node) && is_deferred_look_up(selection)
                     ? kv_select_attend_cuda_scratch(select_args(selection), sparse_attend_args(node), device)
                     : kv_attend_sparse_cuda_scratch(sparse_attend_args(node), device);
+    } else if (NodeOp(node_params(node).op) == NodeOp::score) {
+        bytes = kv_score_cuda_scratch(score_args(node), device);
     }
     return bytes > 0 ? bytes + kScratchAlignment - 1 : 0;
 }
@@ -77,11 +79,14 @@ bool cuda_compute(ggml_backend_cuda_context & ctx, ggml_tensor * node) {
     }
     cudaStream_t     stream = ctx.stream();
     const CudaDevice device = the_device(ctx.device);
-    // Stores that wait for the last one of their graph. (A graph that broke off leaves some; attention is the sign of a new one.)
-    thread_local std::vector<CommitArgs> pending;
+    // Stores that wait for the last one of their graph, and observations. (A graph that broke off leaves some; attention is the sign of
+    // a new one.)
+    thread_local std::vector<CommitArgs>  pending;
+    thread_local std::vector<ObserveArgs> observations;
     switch (NodeOp(node_params(node).op)) {
     case NodeOp::attend:
         pending.clear();
+        observations.clear();
         if (const ggml_tensor * selection = node->src[attend_src::selection]; selection != nullptr) {
             const SparseAttendArgs a = sparse_attend_args(node);
             if (looks_up(node) && is_deferred_look_up(selection)) {
@@ -108,6 +113,10 @@ bool cuda_compute(ggml_backend_cuda_context & ctx, ggml_tensor * node) {
         const StoreArgs     a    = store_args(node);
         const ggml_tensor * plan = node->src[store_src::plan];
         const ggml_tensor * fold = node->src[store_src::before];
+        if (NodeOp(node_params(node).op) == NodeOp::store) {
+            kv_observe_cuda(observations, stream);
+            observations.clear();
+        }
         if (fold != nullptr && is_kvfold_node(fold) && is_deferred(fold)) {
             pending.push_back({fold_args(fold), a, epoch_of(a.mem)});
             if (NodeOp(node_params(node).op) == NodeOp::store) {
@@ -119,6 +128,15 @@ bool cuda_compute(ggml_backend_cuda_context & ctx, ggml_tensor * node) {
         }
         break;
     }
+    case NodeOp::score:
+        kv_score_cuda(score_args(node), device, scratch_of(node), stream);
+        break;
+    case NodeOp::observe:
+        kv_observe_cuda({observe_args(node)}, stream);
+        break;
+    case NodeOp::observe_batched:
+        observations.push_back(observe_args(node));
+        break;
     default:
         return false;
     }
@@ -141,8 +159,16 @@ int cuda_supports(int device, const ggml_tensor * node) {
                kv_ops_cuda_refusal(p.n_head_kv, p.head_dim, p.group, int32_t(q->ne[2])) == nullptr &&
                kv_select_cuda_refusal(select_args(node), the_device(device)) == nullptr;
     }
-    if (NodeOp(p.op) == NodeOp::align || NodeOp(p.op) == NodeOp::score || NodeOp(p.op) == NodeOp::observe) {
+    if (NodeOp(p.op) == NodeOp::align) {
         return 0;
+    }
+    if (NodeOp(p.op) == NodeOp::score) {
+        return kv_ops_cuda_refusal(p.n_head_kv, p.head_dim, p.group, score_args(node).n_head) == nullptr;
+    }
+    if (NodeOp(p.op) == NodeOp::observe || NodeOp(p.op) == NodeOp::observe_batched) {
+        const ggml_tensor * q = node->src[observe_src::q];
+        return packed(q, GGML_TYPE_F32) &&
+               kv_ops_cuda_refusal(p.n_head_kv, p.head_dim, p.group, int32_t(q->ne[2])) == nullptr;
     }
     if (NodeOp(p.op) != NodeOp::attend) {
         return kv_ops_cuda_refusal(p.n_head_kv, p.head_dim, p.group, p.n_head_kv) == nullptr;

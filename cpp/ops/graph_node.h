@@ -21,9 +21,11 @@ enum class NodeOp : int32_t {
     select = 4,
     store_batched =
         5,  // a store that a backend may do together with the next store of the graph, there being nothing between
-    align   = 6,  // on the CPU only, as the next two
+    align   = 6,  // on the CPU only
     score   = 7,
     observe = 8,
+    observe_batched =
+        9,  // an observe that a backend may do together with the next store of the graph that is not batched
 };
 
 // Lives in op_params from slot kNodeSlot on; the slots before belong to ggml's custom op (pointer, tasks, user data). The
@@ -179,7 +181,7 @@ enum : int {
 };
 }
 
-// score -> f32 [n_kv, kScoreKinds] sums over the layers so far; a view of `before` where there is one
+// score -> f32 [n_kv, kScoreKinds] sums over the layers so far; all layers' are views of the same memory
 namespace score_src {
 enum : int {
     far_k,
