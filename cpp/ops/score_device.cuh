@@ -63,6 +63,30 @@ __device__ __forceinline__ int      value_word(int word) { return (word >> 3) * 
 __device__ __forceinline__ int      scale_word(int word) { return (word >> 3) * kBlockWords; }
 __device__ __forceinline__ uint32_t scale_select(int word) { return 0x4440u + uint32_t(word >> 1 & 3); }
 
+// The scale of a word of values, times 2^8, out of its word of scales.
+__device__ __forceinline__ float scale_value(uint32_t scales, int word) {
+    return __half2float(__ushort_as_half(static_cast<unsigned short>(scale_pair(scales, scale_select(word)))));
+}
+
+// The values of a word with its scale, times kFp4Unit.
+__device__ __forceinline__ void scaled_values(float (&x)[8], uint32_t word, float scale) {
+    const Pairs pairs = fp4_pairs(word);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+        const float2 y = to_floats(pairs.p[j]);
+        x[2 * j]       = y.x * scale;
+        x[2 * j + 1]   = y.y * scale;
+    }
+}
+
+// Sum of the squares of the values of a word without their scale, times 4. A table gives the doubles of the values' sizes.
+__device__ __forceinline__ uint32_t sum_of_squares(uint32_t word) {
+    const uint32_t sizes = word & 0x77777777u;
+    const uint32_t a     = __byte_perm(0x03020100u, 0x0C080604u, sizes),
+                   b     = __byte_perm(0x03020100u, 0x0C080604u, sizes >> 16);
+    return __dp4a(a, a, __dp4a(b, b, 0u));
+}
+
 // --- 1 ---------------------------------------------------------------------------------------------------------------
 
 // grid: x KV head, y slice. A thread has one word of the rows of every so many groups.
@@ -83,15 +107,13 @@ __global__ void __launch_bounds__(32 * kSumWarps) sum_summaries(const __grid_con
         if (bits == 0) {
             continue;  // its summary may be anything
         }
-        const uint32_t scale   = scale_pair(load_word(row + g * row1 + scale_word(word)), scale_select(word));
-        const Pairs    x       = fp4_pairs(load_word(row + g * row1 + value_word(word)));
-        const float    members = float(__popc(bits));
+        const float scale = scale_value(load_word(row + g * row1 + scale_word(word)), word);
+        float       x[8];
+        scaled_values(x, load_word(row + g * row1 + value_word(word)), scale);
         n += __popc(bits);
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
-            const float2 y = to_floats(mul_half2(x.p[j], scale));
-            sum[2 * j] += members * y.x;
-            sum[2 * j + 1] += members * y.y;
+        for (int i = 0; i < 8; ++i) {
+            sum[i] += float(__popc(bits)) * x[i];
         }
     }
 #pragma unroll
@@ -123,8 +145,8 @@ __global__ void __launch_bounds__(32 * kSumWarps) sum_summaries(const __grid_con
 
 // --- 2 ---------------------------------------------------------------------------------------------------------------
 
-// A warp has 32 cells at a time. Thread t (lane % 4), r (lane / 4) reads words t * W .. t * W + W - 1 of the rows r + 8 i, i < 4.
-// QC: query heads a block handles.
+// A warp has 32 cells at a time. Thread t (lane % 4), r (lane / 4) reads words t * W .. t * W + W - 1 of the cells 4 r + i, i < 4, which
+// have one summary (two with m = 2). Cell 4 r + i is row r + 8 i in shared memory, because of the banks. QC: query heads a block handles.
 template <int D, int QC>
 struct RowsShape {
     static constexpr int warps   = 4;
@@ -226,28 +248,34 @@ __device__ __forceinline__ void add_keys(KeySums<QC> & s, const uint32_t * keys,
     using S            = RowsShape<D, QC>;
     constexpr int    W = S::words, stride = FarRows<D>::stride;
     const int        t = lane & 3, r = lane >> 2, swap = t & 1 ? W / 2 : 0;
-    const uint32_t * key[4];
-    const uint32_t * sum[4];
-    uint32_t         key_scales[4], sum_scales[4];
+    const bool       two           = group_shift == 1;  // summaries of the four cells
+    const uint32_t * key           = keys + r * stride;
+    const uint32_t * sum           = sums + ((4 * r) >> group_shift) * stride;
+    const int        at_scale      = scale_word(t * W);
+    const uint32_t   sum_scales[2] = {sum[at_scale], two ? sum[stride + at_scale] : 0u};
+    uint32_t         key_scales[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        key[i]        = keys + (r + 8 * i) * stride;
-        sum[i]        = sums + ((r + 8 * i) >> group_shift) * stride;
-        key_scales[i] = key[i][scale_word(t * W)];
-        sum_scales[i] = sum[i][scale_word(t * W)];
+        key_scales[i] = key[8 * i * stride + at_scale];
     }
 #pragma unroll 2
     for (int w = 0; w < W; ++w) {
         const int     word = t * W + (w ^ swap), at = value_word(word);
         const float * v = vectors + t * S::piece + 8 * (w ^ swap);
-        Pairs         x[4], y[4];
-        uint32_t      x_scale[4], y_scale[4];
+        float         y[2][8], scale[4];
+        Pairs         x[4];
+        scaled_values(y[0], sum[at], scale_value(sum_scales[0], word));
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+            y[1][j] = y[0][j];
+        }
+        if (two) {
+            scaled_values(y[1], sum[stride + at], scale_value(sum_scales[1], word));
+        }
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            x[i]       = fp4_pairs(key[i][at]);
-            y[i]       = fp4_pairs(sum[i][at]);
-            x_scale[i] = scale_pair(key_scales[i], scale_select(word));
-            y_scale[i] = scale_pair(sum_scales[i], scale_select(word));
+            x[i]     = fp4_pairs(key[8 * i * stride + at]);
+            scale[i] = scale_value(key_scales[i], word);
         }
 #pragma unroll
         for (int h = 0; h < 2; ++h) {  // four channels at a time
@@ -257,10 +285,9 @@ __device__ __forceinline__ void add_keys(KeySums<QC> & s, const uint32_t * keys,
             for (int i = 0; i < 4; ++i) {
 #pragma unroll
                 for (int j = 0; j < 2; ++j) {
-                    const float2 a  = to_floats(mul_half2(x[i].p[2 * h + j], x_scale[i])),
-                                 b  = to_floats(mul_half2(y[i].p[2 * h + j], y_scale[i]));
-                    k[i][2 * j]     = a.x + b.x;
-                    k[i][2 * j + 1] = a.y + b.y;
+                    const float2 a  = to_floats(x[i].p[2 * h + j]);
+                    k[i][2 * j]     = fmaf(a.x, scale[i], y[i / 2][4 * h + 2 * j]);
+                    k[i][2 * j + 1] = fmaf(a.y, scale[i], y[i / 2][4 * h + 2 * j + 1]);
                 }
 #pragma unroll
                 for (int j = 0; j < 4; ++j) {
@@ -286,7 +313,9 @@ __device__ __forceinline__ void add_keys(KeySums<QC> & s, const uint32_t * keys,
     }
 }
 
-// Squares of the 32 rows `values`, likewise.
+// Squares of the 32 rows `values`, likewise, in units of kSquareUnit^2.
+constexpr float kSquareUnit = 0x1p-9f;
+
 template <int D>
 __device__ __forceinline__ void add_squares(float (&square)[4], const uint32_t * values, int lane) {
     constexpr int W = D / 32, stride = FarRows<D>::stride;
@@ -297,13 +326,8 @@ __device__ __forceinline__ void add_squares(float (&square)[4], const uint32_t *
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const uint32_t * row   = values + (r + 8 * i) * stride;
-            const uint32_t   scale = scale_pair(row[scale_word(word)], scale_select(word));
-            const Pairs      x     = fp4_pairs(row[value_word(word)]);
-#pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                const float2 y = to_floats(mul_half2(x.p[j], scale));
-                square[i]      = fmaf(y.x, y.x, fmaf(y.y, y.y, square[i]));
-            }
+            const float      scale = scale_value(row[scale_word(word)], word);
+            square[i]              = fmaf(scale * scale, float(sum_of_squares(row[value_word(word)])), square[i]);
         }
     }
 }
@@ -311,15 +335,15 @@ __device__ __forceinline__ void add_squares(float (&square)[4], const uint32_t *
 // grid: x KV head, y split, z which QC of its query heads; the first also sees to what is not about queries. Dynamic shared
 // memory: the vectors, then for every warp the rows of 32 keys, of 32 values, and of the summaries.
 template <int D, int QC>
-__global__ void __launch_bounds__(RowsShape<D, QC>::threads, 3) read_rows(const __grid_constant__ ScoreParams p) {
+__global__ void __launch_bounds__(RowsShape<D, QC>::threads, 4) read_rows(const __grid_constant__ ScoreParams p) {
     using S = RowsShape<D, QC>;
     extern __shared__ __align__(16) uint32_t shared[];
     __shared__ float                         warp_values[S::warps];
     __shared__ float2                        warp_ml[S::warps][QC];
-    const int  lane = threadIdx.x & 31, warp = threadIdx.x >> 5, t = lane & 3, row = (lane >> 2) + 8 * t;
-    const int  head = blockIdx.x, first_query = head * p.gqa + int(blockIdx.z) * QC;
-    const int  n_queries = has_queries(p) ? min(QC, p.gqa - int(blockIdx.z) * QC) : 0;
-    const bool first     = blockIdx.z == 0;
+    const int                                lane = threadIdx.x & 31, warp = threadIdx.x >> 5, t = lane & 3;
+    const int                                head = blockIdx.x, first_query = head * p.gqa + int(blockIdx.z) * QC;
+    const int                                n_queries = has_queries(p) ? min(QC, p.gqa - int(blockIdx.z) * QC) : 0;
+    const bool                               first     = blockIdx.z == 0;
     if (!first && n_queries == 0) {
         return;
     }
@@ -330,26 +354,34 @@ __global__ void __launch_bounds__(RowsShape<D, QC>::threads, 3) read_rows(const 
     uint32_t *const values = keys + S::rows, *const sums = values + S::rows;
     const int        n_sums = 32 >> p.group_shift, n_tiles = (p.n_kv + 31) / 32, step = p.n_split * S::warps;
     const int        row1 = p.n_head_kv * FarRows<D>::words, in_row = head * FarRows<D>::words;
-    const FarCopy<D> copy(lane);
+    const FarCopy<D> far_copy(lane);
 
     // Far cells among the 32 of a tile; 0 where there is no such tile.
     auto far_cells = [&](int tile) {
         const int n = p.n_kv - 32 * tile;
         return n <= 0 ? 0u : __ldg(p.far_bits + tile) & (n < 32 ? (1u << n) - 1 : ~0u);
     };
+    auto request_rows = [&](uint32_t * to, const uint32_t * from, int tile) {
+        const int cell = 32 * tile;
+        from += int64_t(cell) * row1 + in_row;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            far_copy.template copy<8>(to + 8 * i * FarRows<D>::stride, from + i * row1, 4 * row1,
+                                      (p.n_kv - cell - i + 3) / 4);
+        }
+    };
     auto request_keys = [&](int tile, uint32_t bits) {
         if (bits != 0) {
-            const int cell = 32 * tile, group = cell >> p.group_shift;
-            copy.template copy<32>(keys, p.far_k + int64_t(cell) * row1 + in_row, row1, p.n_kv - cell);
-            copy.template copy<32>(sums, p.summary + int64_t(group) * row1 + in_row, row1,
-                                   min(n_sums, p.n_groups - group));
+            const int group = (32 * tile) >> p.group_shift;
+            request_rows(keys, p.far_k, tile);
+            far_copy.template copy<32>(sums, p.summary + int64_t(group) * row1 + in_row, row1,
+                                       min(n_sums, p.n_groups - group));
         }
         copy_commit();
     };
     auto request_values = [&](int tile, uint32_t bits) {
         if (bits != 0 && first) {
-            const int cell = 32 * tile;
-            copy.template copy<32>(values, p.far_v + int64_t(cell) * row1 + in_row, row1, p.n_kv - cell);
+            request_rows(values, p.far_v, tile);
         }
         copy_commit();
     };
@@ -367,8 +399,8 @@ __global__ void __launch_bounds__(RowsShape<D, QC>::threads, 3) read_rows(const 
 #pragma unroll 1
     for (; tile < n_tiles; tile += step) {
         const uint32_t next = far_cells(tile + step);
-        const int64_t  cell = 32 * int64_t(tile) + row;
-        const bool     far  = bits >> row & 1u;
+        const int64_t  cell = 32 * int64_t(tile) + lane;
+        const bool     far  = bits >> lane & 1u;
         copy_wait<1>();
         if (bits != 0) {
             KeySums<QC> s = {};
@@ -400,7 +432,7 @@ __global__ void __launch_bounds__(RowsShape<D, QC>::threads, 3) read_rows(const 
         if (bits != 0 && first) {
             float square[4] = {};
             add_squares<D>(square, values, lane);
-            const float size = kFp4Inverse * sqrtf(quad_sum(square, t));
+            const float size = kSquareUnit * sqrtf(quad_sum(square, t));
             if (far) {
                 p.size[int64_t(head) * p.n_kv + cell] = size;
                 size_sum += size;
