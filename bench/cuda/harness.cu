@@ -108,16 +108,17 @@ void parallel_for(int n, const std::function<void(int)> & f) {
     }
 }
 
-// What an operation needs to run on the host, on one thread.
-struct OneThread {
-    std::vector<uint8_t> scratch;
-    Threads              t{};
+// An operation of the CPU, on one thread.
+template <typename Args>
+void on_host(size_t (*scratch)(const Args &, int), void (*op)(const Args &, const Threads &), const Args & args) {
+    run_on_threads(1, scratch(args, 1), [&](const Threads & t) { op(args, t); });
+}
 
-    explicit OneThread(size_t bytes) : scratch(bytes + 64) {
-        t.nth           = 1;
-        t.scratch       = reinterpret_cast<void *>((reinterpret_cast<uintptr_t>(scratch.data()) + 63) / 64 * 64);
-        t.scratch_bytes = bytes;
-    }
+explicit OneThread(size_t bytes) : scratch(bytes + 64) {
+    t.nth           = 1;
+    t.scratch       = reinterpret_cast<void *>((reinterpret_cast<uintptr_t>(scratch.data()) + 63) / 64 * 64);
+    t.scratch_bytes = bytes;
+}
 };
 
 // --- a layer on the host and on the device ---------------------------------------------------------------------------
@@ -539,7 +540,7 @@ std::vector<float> attend_sparse_on_cpu(const SparseAttendArgs & a, size_t n_out
     std::vector<float> out(n_out, NAN);
     SparseAttendArgs   args = a;
     args.attend.out         = out.data();
-    run_on_threads(1, kv_attend_sparse_scratch(args, 1), [&](const Threads & t) { kv_attend_sparse(args, t); });
+    on_host(kv_attend_sparse_scratch, kv_attend_sparse, args);
     return out;
 }
 
@@ -583,7 +584,7 @@ void check_lookup(Rng & rng, Case c, const LookupBudget & budget, bool stands_in
     host.counters = counted.data();
     std::vector<float> unread_host(size_t(c.n_q) * n_head, NAN);
     host.unread = stands_in ? unread_host.data() : nullptr;
-    kv_select(host, OneThread(kv_select_scratch(host, 1)).t);
+    on_host(kv_select_scratch, kv_select, host);
     const auto want = unpack_lists(selected, n_lists, capacity);
 
     DeviceLayer           d(l);
@@ -926,7 +927,7 @@ void check_fold(Rng & rng, int dim, int group, int n_groups, int capacity, bool 
         rotate_values(&l.cur_v[size_t(r) * l.cur_stride], size_t(l.n_head_kv) * dim, rot.v);
     }
     FoldArgs ref{l.memory(), l.current(), {0, 0}, plan.data(), n_groups, nullptr, 0};
-    kv_fold(ref, OneThread(kv_fold_scratch(ref, 1)).t);
+    on_host(kv_fold_scratch, kv_fold, ref);
     store_reference(l, dst);
     const int32_t plan_number = 42;
     std::memcpy(l.side.data() + side.epoch_offset, &plan_number, sizeof(plan_number));
@@ -1031,7 +1032,7 @@ void check_score(Rng & rng, const ScoreCase & c, const CudaDevice & device) {
     host.queries = c.queries == "none" ? nullptr : queries.data(), host.n_head = n_head;
     host.scale = 1.0f / std::sqrt(float(c.dim)), host.softcap = c.softcap;
     host.before = c.before ? before.data() : nullptr, host.scores = want.data();
-    kv_score(host, OneThread(kv_score_scratch(host, 1)).t);
+    on_host(kv_score_scratch, kv_score, host);
 
     DeviceLayer           d(l);
     DeviceArray<uint32_t> far_d(far);
@@ -1082,7 +1083,7 @@ void check_observe(Rng & rng, int dim, int n_head, int n_q, int rotation, int n_
         q_d.emplace_back(q);
         stats_d.emplace_back(want.back());
         ObserveArgs a{q.data(), query_stride, head_stride, n_q, n_head, dim, rotation, want.back().data()};
-        kv_observe(a, OneThread(kv_observe_scratch(a, 1)).t);
+        on_host(kv_observe_scratch, kv_observe, a);
         a.q = q_d.back().get(), a.queries = stats_d.back().get();
         layers.push_back(a);
     }

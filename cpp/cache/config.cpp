@@ -16,8 +16,7 @@ namespace kvfold {
 namespace {
 
 // Look-up defaults (bench/sparse_quality.py).
-constexpr float    kLookupMin = 0.1f;
-constexpr float    kLookupMax = 0.2f;
+constexpr float    kLookup    = 0.2f;
 constexpr float    kThreshold = 0.1f;
 constexpr int32_t  kMinTokens = 256;
 constexpr int32_t  kSpanPool  = 16384;
@@ -249,8 +248,8 @@ kvfold_config resolve(kvfold_config config) {
     }
     if (has_lookup(config.type)) {
         if (config.lookup_max == 0.0f) {
-            config.lookup_min = kLookupMin;
-            config.lookup_max = kLookupMax;
+            config.lookup_min = kLookup;
+            config.lookup_max = kLookup;
         }
         config.threshold = config.threshold < 0.0f ? kThreshold : config.threshold;
         if (config.min_tokens < 0) {

@@ -415,7 +415,6 @@ ggml_tensor * probe_select(ggml_context * ctx, int32_t n_head, int32_t n_head_kv
     const CacheLayer layer    = probe_layer(ctx, n_head_kv, head_dim, group, n_spans);
     const int32_t    capacity = int32_t(kProbeCells / group);
     NodeSpec         spec     = {layer, group, {}, 1.0f};
-    spec.budget.max_tokens    = kind == LookupKind::bounded ? group : 0;
     spec.most_spans           = n_spans / 2;
     ggml_tensor * groups      = kind == LookupKind::from_pool
                                     ? ggml_new_tensor_3d(ctx, GGML_TYPE_I32, group_list_stride(capacity), n_head_kv, 1)
@@ -425,14 +424,14 @@ ggml_tensor * probe_select(ggml_context * ctx, int32_t n_head, int32_t n_head_kv
 }
 
 ggml_tensor * probe_score(ggml_context * ctx, int32_t n_head, int32_t n_head_kv, int32_t head_dim, int32_t group) {
-    CacheLayer layer    = probe_layer(ctx, n_head_kv, head_dim, group);
+    CacheLayer layer    = probe_layer(ctx, n_head_kv, head_dim, group, 0);
     layer.queries       = probe_queries(ctx, n_head, head_dim);
     ggml_tensor * cells = ggml_new_tensor_1d(ctx, GGML_TYPE_I32, kProbeCells / 32);
     return score_node(ctx, {layer, group, {}, 1.0f}, cells, nullptr, nullptr);
 }
 
 ggml_tensor * probe_observe(ggml_context * ctx, int32_t n_head, int32_t n_head_kv, int32_t head_dim, int32_t group) {
-    CacheLayer layer = probe_layer(ctx, n_head_kv, head_dim, group);
+    CacheLayer layer = probe_layer(ctx, n_head_kv, head_dim, group, 0);
     layer.queries    = probe_queries(ctx, n_head, head_dim);
     return observe_node(ctx, {layer, group, {}}, false, probe_q(ctx, n_head, head_dim));
 }

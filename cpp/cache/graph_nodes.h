@@ -23,7 +23,7 @@ ggml_tensor * probe_attend(ggml_context * ctx, int32_t n_head, int32_t n_head_kv
 
 // The same for a select node: one that chooses among all groups, or with something more: the pool of another layer, spans first,
 // max_tokens.
-enum class LookupKind { plain, from_pool, two_levels, bounded };
+enum class LookupKind { plain, from_pool, two_levels };
 ggml_tensor * probe_select(ggml_context * ctx, int32_t n_head, int32_t n_head_kv, int32_t head_dim, int32_t group,
                            LookupKind kind);
 

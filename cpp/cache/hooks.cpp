@@ -83,13 +83,6 @@ void set_modes(kvfold_cache & cache, const llama_hparams & hparams) {
             LLAMA_LOG_WARN("kvfold: the device of layer %d cannot look up; decoding reads the whole cache\n", layer.il);
             return;
         }
-        if (modes[i] != LayerMode::dense && cache.config.max_tokens > 0 &&
-            !device_selects(cache, layer, hparams, LookupKind::bounded)) {
-            kvfold::fail(kvfold::message("kv_max_tokens %d: the device of layer %d cannot bound what is read; possible "
-                                         "there: 0 (no bound)",
-                                         cache.config.max_tokens, layer.il));
-            throw std::runtime_error(kvfold_last_error());
-        }
         if (modes[i] == LayerMode::reindex && !device_selects(cache, layer, hparams, LookupKind::from_pool)) {
             no_pools = true;
             modes[i] = LayerMode::full;

@@ -50,7 +50,7 @@ void kvfold_add_args(std::vector<common_arg> & options) {
             "LLAMA_ARG_KV_SWA_TYPE",
             [](common_params &, const std::string & value) { kvfold::set_kv_option("kv_swa_type", value); }));
         options.push_back(option(
-            "--kv-lookup", "SHARE", "fp4_csa2: share of the groups that decoding reads, or MIN,MAX (default: 0.1,0.2)",
+            "--kv-lookup", "SHARE", "fp4_csa2: share of the groups that decoding reads, or MIN,MAX (default: 0.2)",
             "LLAMA_ARG_KV_LOOKUP",
             [](common_params &, const std::string & value) { kvfold::set_kv_option("kv_lookup", value); }));
         options.push_back(

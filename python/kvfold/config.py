@@ -62,7 +62,7 @@ DEFAULT_SWA_TYPE = "f16"
 
 #: Look-up: which part of the folded rows decoding reads, for the types that can.
 LOOKUP_TYPES = ("fp4_csa2", "fp4_csa2_ced")
-DEFAULT_LOOKUP = (0.1, 0.2)
+DEFAULT_LOOKUP = (0.2, 0.2)
 DEFAULT_THRESHOLD = 0.1
 DEFAULT_MIN_TOKENS = 256
 #: The default of kv_min_context, which the runtime chooses by where the cache is: on the CPU, with layers on a GPU.

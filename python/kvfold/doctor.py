@@ -28,7 +28,7 @@ OK, WARN, FAIL = "ok", "warn", "fail"
 
 #: An FP4 cache larger than this share of f16 is worth an explanation: defaults give 0.33 or less in long contexts.
 _LARGE_SHARE = 0.35
-#: Look-up of more than this share of the far rows saves little; sparse decoding is meant to read 10 to 20 %.
+#: Look-up of more than this share of the far rows saves little; sparse decoding is meant to read 20 %.
 _LARGE_LOOKUP = 0.30
 
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")

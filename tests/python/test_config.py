@@ -16,7 +16,7 @@ from kvfold.config import GROUPS, LATER_SETTINGS, UPSTREAM_TYPES
 @pytest.mark.parametrize(("kv_type", "group"), [("fp4", 32), ("fp4_csa2", 4)])
 def test_defaults(kv_type: str, group: int) -> None:
     look_up = {
-        "kv_lookup": (0.1, 0.2),
+        "kv_lookup": (0.2, 0.2),
         "kv_threshold": 0.1,
         "kv_min_tokens": 256,
         "kv_max_tokens": 0,

@@ -66,7 +66,7 @@ def add_kv_options(parser: argparse.ArgumentParser, default: str | None) -> None
     group.add_argument(
         "--kv-lookup",
         metavar="SHARE",
-        help="fp4_csa2...: share of the folded groups that decoding reads, or MIN,MAX (default: 0.1,0.2)",
+        help="fp4_csa2...: share of the folded groups that decoding reads, or MIN,MAX (default: 0.2)",
     )
     group.add_argument(
         "--kv-threshold",
