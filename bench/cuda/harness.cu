@@ -114,13 +114,6 @@ void on_host(size_t (*scratch)(const Args &, int), void (*op)(const Args &, cons
     run_on_threads(1, scratch(args, 1), [&](const Threads & t) { op(args, t); });
 }
 
-explicit OneThread(size_t bytes) : scratch(bytes + 64) {
-    t.nth           = 1;
-    t.scratch       = reinterpret_cast<void *>((reinterpret_cast<uintptr_t>(scratch.data()) + 63) / 64 * 64);
-    t.scratch_bytes = bytes;
-}
-};
-
 // --- a layer on the host and on the device ---------------------------------------------------------------------------
 
 struct Layer {

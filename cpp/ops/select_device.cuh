@@ -669,7 +669,7 @@ __device__ __forceinline__ void tell_read(const SelectParams & p, int party, con
         }
 #pragma unroll
         for (int k = 0; k < kHeads; ++k) {
-            sum[k] = warp_sum(sum[k]);
+            sum[k] = warp_reduce(sum[k], Sum());
             if (lane == 0 && j0 + k < p.gqa) {
                 s.ml[warp][j0 + k].x = sum[k];
             }
@@ -695,7 +695,7 @@ __device__ __forceinline__ float unread_mass(const SelectParams & p, int party, 
     for (int i = threadIdx.x & 31; i < p.n_split; i += 32) {
         read += __ldcg(p.part_read + (int64_t(i) * p.n_head_kv * p.n_q + party) * p.gqa + j);
     }
-    const float rest = 1.0f - warp_sum(read);
+    const float rest = 1.0f - warp_reduce(read, Sum());
     return rest > 0.0f ? log_sum + float(p.group_shift) + __log2f(rest) : kNoScore;
 }
 
