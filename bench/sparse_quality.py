@@ -8,10 +8,12 @@ that was read.
 
     sparse_quality.py study MODEL_F32.gguf TEXT --windows 2 --prefix 3840 --rules budget
     sparse_quality.py runtime MODEL_F32.gguf TEXT --bin DIR [--sets budget group ...]
+    sparse_quality.py after MODEL_F32.gguf TEXT --prefix 3840 --tokens 256 [--sets spans ...]
     sparse_quality.py needle MODEL.gguf TEXT --lengths 4096 16384 [--json FILE]
 
 study    rules beside the one that the cache implements, on the tokens after a prefix
 runtime  the cache itself: llama-perplexity in micro-batches of 8, which decode as far as the cache is concerned
+after    the cache itself: tokens after a prefix, in micro-batches of 8; the prefix is read once and densely
 needle   the cache itself: facts at several depths of a long text, as `kvfold verify` hides them, asked for at its end
 
 MODEL_F32.gguf must hold float32 weights (bench/dequantize_gguf.py makes it). Needs gguf and kvfold (for the codec and
@@ -526,8 +528,11 @@ RUNTIME_SETS: dict[str, list[dict[str, str]]] = {
         {"lookup": "0.2", "layers": layers}
         for layers in ("full", "dense*2,(full,reuse)*14", "dense*2,full,reindex", "dense*2,full,reuse")
     ],
-    # 4096 tokens are 1024 groups of 4, and the ones that count come when there are more than 512.
-    "spans": [{"lookup": "0.2", "hierarchical": "on", "span-pool": n} for n in ("768", "512", "256")],
+    # The 3840 tokens that `after` reads before are 960 groups of 4.
+    "spans": [
+        {"lookup": "0.2"},
+        *({"lookup": "0.2", "hierarchical": "on", "span-pool": n} for n in ("480", "240", "720")),
+    ],
     "least": [{"lookup": "0.2", "min-tokens": n} for n in ("512", "1024")],
 }
 NUMBERS = {
@@ -565,6 +570,52 @@ def runtime(options: argparse.Namespace) -> None:
             found = (re.search(pattern, text) for pattern in NUMBERS.values())
             cells = [f.group(1) if f else "all" for f in found]
             print(f"| {' '.join(flags[1:])} | {' | '.join(cells)} | {time.monotonic() - began:.0f} |", flush=True)
+
+
+def after(options: argparse.Namespace) -> None:
+    from kvfold.config import KvConfig
+    from kvfold.verify.scoring import REFERENCE, divergence, extend, open_model, tokenize
+
+    n_ctx = options.prefix + options.tokens
+    first = options.prefix
+
+    def rows_after(llm) -> np.ndarray:
+        pieces = (extend(llm, tokens[i : i + 8], i, first) for i in range(first, n_ctx, 8))
+        return np.concatenate([rows for piece in pieces for _, rows in piece])
+
+    def read(llm) -> None:
+        for _ in extend(llm, tokens[:first], 0, first):
+            pass
+
+    llm = open_model(options.model, REFERENCE, n_ctx, options.threads, 0)
+    tokens = tokenize(llm, options.text.read_text(encoding="utf-8"))[: n_ctx + 1]
+    read(llm)
+    exact = rows_after(llm)
+    llm.close()
+    targets = np.arange(options.tokens), tokens[first + 1 :]
+    states: dict[int, bytes] = {}
+    print("| settings | groups read | KLD | PPL ratio |\n|---|---|---|---|", flush=True)
+    for settings in (s for name in options.sets for s in RUNTIME_SETS[name] if "type" not in s):
+        named = {f"kv_{name.replace('-', '_')}": value for name, value in settings.items()}
+        numbers = ("kv_group", "kv_span_pool", "kv_min_tokens")
+        named = {name: int(value) if name in numbers else value for name, value in named.items()}
+        config = KvConfig.from_kwargs(kv_type="fp4_csa2", kv_min_context=512, **named)
+        group = int(config.group or 0)
+        if group not in states:
+            llm = open_model(options.model, KvConfig("fp4_csa2", group=group, lookup=1), n_ctx, options.threads, 0)
+            read(llm)
+            states[group] = state_of(llm)
+            llm.close()
+        llm = open_model(options.model, config, n_ctx, options.threads, 0)
+        set_state(llm, states[group])
+        got = rows_after(llm)
+        share = llm.kv.lookup_share
+        llm.close()
+        away = divergence(exact, got)
+        error = away.std() / np.sqrt(len(away))
+        ratio = np.exp((exact[targets] - got[targets]).mean())
+        text = " ".join(f"{name} {value}" for name, value in settings.items()) or "defaults"
+        print(f"| {text} | {100 * share:.1f} % | {away.mean():.5f} ± {error:.5f} | {ratio:.4f} |", flush=True)
 
 
 # --- facts in a long text ---------------------------------------------------------------------------------------------
@@ -647,6 +698,12 @@ def main() -> None:
     other.add_argument("--threads", type=int, default=2)
     other.add_argument("--sets", nargs="+", default=list(RUNTIME_SETS), choices=list(RUNTIME_SETS))
     other.set_defaults(run=runtime)
+    behind = commands.add_parser("after")
+    behind.add_argument("--prefix", type=int, default=3840)
+    behind.add_argument("--tokens", type=int, default=256)
+    behind.add_argument("--sets", nargs="+", default=["spans"], choices=list(RUNTIME_SETS))
+    behind.add_argument("--threads", type=int, default=2)
+    behind.set_defaults(run=after)
     facts = commands.add_parser("needle")
     facts.add_argument("--lengths", type=int, nargs="+", default=[2048, 4096], help="contexts")
     facts.add_argument("--groups", type=int, nargs="+", default=[4, 2])
@@ -654,7 +711,7 @@ def main() -> None:
     facts.add_argument("--threads", type=int, default=2)
     facts.add_argument("--json", type=Path, help="keep the numbers here")
     facts.set_defaults(run=needle)
-    for each in (one, other, facts):
+    for each in (one, other, behind, facts):
         each.add_argument("model", type=Path)
         each.add_argument("text", type=Path)
     options = parser.parse_args()
