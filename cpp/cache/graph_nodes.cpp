@@ -23,10 +23,11 @@ namespace {
 class PlanInput : public llm_graph_input_i {
   public:
     PlanInput(kvfold_cache * cache, ggml_context * ctx, int64_t n_kv, int64_t n_tokens)
-        : n_kv(n_kv), layout_(plan_layout((n_kv + 31) / 32, cache->near.n_rows(), n_tokens, cache->config.group,
+        : n_kv(n_kv), layout_(plan_layout(plan_words(n_kv), cache->near.n_rows(), n_tokens, cache->config.group,
                                           cache->spans.size())),
           cache_(cache), n_tokens_(n_tokens), sparse_(cache->plan.sparse), needs_mask_(cache->plan.needs_mask),
           fused_rotation_(cache->fused_rotation) {
+        GGML_ASSERT(layout_.exact % 2 == 0);  // plan_words()
         words = ggml_new_tensor_1d(ctx, GGML_TYPE_I32, layout_.size);
         ggml_set_input(words);
         ggml_set_name(words, "kvfold_plan");
@@ -369,12 +370,11 @@ namespace {
 constexpr int64_t kProbeCells = 256, kProbeNear = 1;
 
 // A layer with placeholders.
-CacheLayer probe_layer(ggml_context * ctx, int32_t n_head_kv, int32_t head_dim, int32_t group, int32_t n_spans) {
+CacheLayer probe_layer(ggml_context * ctx, int32_t n_head_kv, int32_t head_dim, int32_t group) {
     constexpr int64_t n_cells = kProbeCells, n_near = kProbeNear;
     const int64_t     gqa  = int64_t(n_head_kv) * head_dim;
-    const TierLayout  tier = tier_layout(n_head_kv, head_dim, int32_t(n_cells / group), n_spans, int32_t(n_near));
+    const TierLayout  tier = tier_layout(n_head_kv, head_dim, int32_t(n_cells / group), 0, int32_t(n_near));
     CacheLayer        layer{};
-    layer.n_spans   = n_spans;
     layer.n_head_kv = n_head_kv;
     layer.head_dim  = head_dim;
     layer.far_k     = ggml_new_tensor_2d(ctx, GGML_TYPE_NVFP4, gqa, n_cells);
@@ -390,8 +390,8 @@ ggml_tensor * probe_q(ggml_context * ctx, int32_t n_head, int32_t head_dim) {
     return ggml_new_tensor_3d(ctx, GGML_TYPE_F32, head_dim, 1, n_head);
 }
 
-ggml_tensor * probe_plan(ggml_context * ctx, int32_t group, int32_t n_spans) {
-    return ggml_new_tensor_1d(ctx, GGML_TYPE_I32, plan_layout(kProbeCells / 32, kProbeNear, 1, group, n_spans).size);
+ggml_tensor * probe_plan(ggml_context * ctx, int32_t group) {
+    return ggml_new_tensor_1d(ctx, GGML_TYPE_I32, plan_layout(plan_words(kProbeCells), kProbeNear, 1, group, 0).size);
 }
 
 // f32 [query_stats_size()]
@@ -404,34 +404,31 @@ ggml_tensor * probe_mask(ggml_context * ctx) { return ggml_new_tensor_2d(ctx, GG
 }  // namespace
 
 ggml_tensor * probe_attend(ggml_context * ctx, int32_t n_head, int32_t n_head_kv, int32_t head_dim, int32_t group) {
-    const CacheLayer layer = probe_layer(ctx, n_head_kv, head_dim, group, 0);
-    return attend_node(ctx, {layer, group, {}, 1.0f}, probe_q(ctx, n_head, head_dim), probe_plan(ctx, group, 0),
+    const CacheLayer layer = probe_layer(ctx, n_head_kv, head_dim, group);
+    return attend_node(ctx, {layer, group, {}, 1.0f}, probe_q(ctx, n_head, head_dim), probe_plan(ctx, group),
                        probe_mask(ctx), nullptr, nullptr);
 }
 
 ggml_tensor * probe_select(ggml_context * ctx, int32_t n_head, int32_t n_head_kv, int32_t head_dim, int32_t group,
-                           LookupKind kind) {
-    const int32_t    n_spans  = kind == LookupKind::two_levels ? int32_t(kProbeCells / kSpanCells) : 0;
-    const CacheLayer layer    = probe_layer(ctx, n_head_kv, head_dim, group, n_spans);
+                           bool pool) {
+    const CacheLayer layer    = probe_layer(ctx, n_head_kv, head_dim, group);
     const int32_t    capacity = int32_t(kProbeCells / group);
     NodeSpec         spec     = {layer, group, {}, 1.0f};
-    spec.most_spans           = n_spans / 2;
-    ggml_tensor * groups      = kind == LookupKind::from_pool
-                                    ? ggml_new_tensor_3d(ctx, GGML_TYPE_I32, group_list_stride(capacity), n_head_kv, 1)
-                                    : nullptr;
-    return select_node(ctx, spec, probe_q(ctx, n_head, head_dim), probe_plan(ctx, group, n_spans), probe_mask(ctx),
-                       groups, capacity, false);
+    ggml_tensor *    groups =
+        pool ? ggml_new_tensor_3d(ctx, GGML_TYPE_I32, group_list_stride(capacity), n_head_kv, 1) : nullptr;
+    return select_node(ctx, spec, probe_q(ctx, n_head, head_dim), probe_plan(ctx, group), probe_mask(ctx), groups,
+                       capacity, false);
 }
 
 ggml_tensor * probe_score(ggml_context * ctx, int32_t n_head, int32_t n_head_kv, int32_t head_dim, int32_t group) {
-    CacheLayer layer    = probe_layer(ctx, n_head_kv, head_dim, group, 0);
+    CacheLayer layer    = probe_layer(ctx, n_head_kv, head_dim, group);
     layer.queries       = probe_queries(ctx, n_head, head_dim);
     ggml_tensor * cells = ggml_new_tensor_1d(ctx, GGML_TYPE_I32, kProbeCells / 32);
     return score_node(ctx, {layer, group, {}, 1.0f}, cells, nullptr, nullptr);
 }
 
 ggml_tensor * probe_observe(ggml_context * ctx, int32_t n_head, int32_t n_head_kv, int32_t head_dim, int32_t group) {
-    CacheLayer layer = probe_layer(ctx, n_head_kv, head_dim, group, 0);
+    CacheLayer layer = probe_layer(ctx, n_head_kv, head_dim, group);
     layer.queries    = probe_queries(ctx, n_head, head_dim);
     return observe_node(ctx, {layer, group, {}}, false, probe_q(ctx, n_head, head_dim));
 }

@@ -21,11 +21,9 @@ std::vector<float> run_score(const std::vector<CacheLayer> & layers, int32_t gro
 // An attend node with placeholder sources of the right types and shapes, to ask a device whether it supports the operation.
 ggml_tensor * probe_attend(ggml_context * ctx, int32_t n_head, int32_t n_head_kv, int32_t head_dim, int32_t group);
 
-// The same for a select node: one that chooses among all groups, or with something more: the pool of another layer, spans first,
-// max_tokens.
-enum class LookupKind { plain, from_pool, two_levels };
+// The same for a select node, which chooses from the pool of another layer if there is one.
 ggml_tensor * probe_select(ggml_context * ctx, int32_t n_head, int32_t n_head_kv, int32_t head_dim, int32_t group,
-                           LookupKind kind);
+                           bool pool);
 
 // The same for a score and for an observe node.
 ggml_tensor * probe_score(ggml_context * ctx, int32_t n_head, int32_t n_head_kv, int32_t head_dim, int32_t group);

@@ -38,7 +38,7 @@ bool device_runs(decltype(kvfold::probe_attend) * probe, ggml_backend_dev_t dev,
 
 // Whether the device of a layer runs such a select node.
 bool device_selects(const kvfold_cache & cache, const kvfold::CacheLayer & layer, const llama_hparams & hparams,
-                    kvfold::LookupKind kind) {
+                    bool pool) {
     ggml_backend_dev_t dev = ggml_backend_buft_get_device(ggml_backend_buffer_get_type(layer.far_k->buffer));
     if (dev == nullptr || ggml_backend_dev_type(dev) == GGML_BACKEND_DEVICE_TYPE_CPU) {
         return true;
@@ -46,13 +46,13 @@ bool device_selects(const kvfold_cache & cache, const kvfold::CacheLayer & layer
     ggml_context_ptr ctx(ggml_init({ggml_tensor_overhead() * 16, nullptr, true}));
     return ggml_backend_dev_supports_op(
         dev, kvfold::probe_select(ctx.get(), int32_t(hparams.n_head(uint32_t(layer.il))), layer.n_head_kv,
-                                  layer.head_dim, cache.config.group, kind));
+                                  layer.head_dim, cache.config.group, pool));
 }
 
 // Decides what each layer does. Throws when the settings do not fit the model.
 void set_modes(kvfold_cache & cache, const llama_hparams & hparams) {
     using kvfold::LayerMode;
-    using kvfold::LookupKind;
+
     if (!kvfold::has_lookup(cache.config.type) || cache.config.lookup_max >= 1.0f) {
         return;
     }
@@ -66,7 +66,6 @@ void set_modes(kvfold_cache & cache, const llama_hparams & hparams) {
     }
     int32_t chosen_heads = 0;  // of the layer whose choice may be taken over
     bool    no_pools     = false;
-    bool    no_spans     = cache.spans.size() == 0;
     for (size_t i = 0; i < modes.size(); ++i) {
         const kvfold::CacheLayer & layer = cache.layers[i];
         if (modes[i] == LayerMode::reuse || modes[i] == LayerMode::reindex) {
@@ -79,26 +78,16 @@ void set_modes(kvfold_cache & cache, const llama_hparams & hparams) {
         } else if (modes[i] == LayerMode::full) {
             chosen_heads = layer.n_head_kv;
         }
-        if (modes[i] != LayerMode::dense && !device_selects(cache, layer, hparams, LookupKind::plain)) {
+        if (modes[i] != LayerMode::dense && !device_selects(cache, layer, hparams, false)) {
             LLAMA_LOG_WARN("kvfold: the device of layer %d cannot look up; decoding reads the whole cache\n", layer.il);
             return;
         }
-        if (modes[i] == LayerMode::reindex && !device_selects(cache, layer, hparams, LookupKind::from_pool)) {
+        if (modes[i] == LayerMode::reindex && !device_selects(cache, layer, hparams, true)) {
             no_pools = true;
             modes[i] = LayerMode::full;
         }
-        if (modes[i] == LayerMode::full && !no_spans &&
-            !device_selects(cache, layer, hparams, LookupKind::two_levels)) {
-            no_spans = true;
-            if (cache.config.hierarchical == KVFOLD_HIERARCHICAL_ON) {
-                kvfold::fail(kvfold::message("kv_hierarchical on: the device of layer %d cannot search in two levels; "
-                                             "possible there: auto, off",
-                                             layer.il));
-                throw std::runtime_error(kvfold_last_error());
-            }
-        }
     }
-    cache.searches_spans = !no_spans;
+
     if (no_pools) {
         LLAMA_LOG_WARN("kvfold: this device cannot choose from a pool; reindex layers choose from everything, as full "
                        "layers do\n");
@@ -220,11 +209,19 @@ void kvfold_access::attach(llama_kv_cache & kv) {
     };
     std::map<ggml_backend_buffer_type_t, ggml_context_ptr, BuftLess> contexts;
 
-    cache.spans.resize(kvfold::span_count(
-        cache.config, kvfold::stored_tokens(cache.config, cache.n_ctx, cache.n_seq_max), cache.n_cells));
+    const bool all_host = std::all_of(kv.layers.begin(), kv.layers.end(),
+                                      [](const auto & layer) { return ggml_backend_buffer_is_host(layer.k->buffer); });
+    const uint32_t n_spans = kvfold::span_count(
+        cache.config, kvfold::stored_tokens(cache.config, cache.n_ctx, cache.n_seq_max), cache.n_cells);
+    if (!all_host && n_spans > 0 && cache.config.hierarchical == KVFOLD_HIERARCHICAL_ON) {
+        kvfold::fail("kv_hierarchical on: layers on a GPU are searched in one level, which is faster there; possible: "
+                     "auto, off");
+        throw std::runtime_error(kvfold_last_error());
+    }
+    cache.spans.resize(all_host ? n_spans : 0);
 
     int32_t most_columns = 1;
-    bool    all_host = true, one_device = true;
+    bool    one_device   = true;
     for (size_t ikv = 0; ikv < kv.layers.size(); ++ikv) {
         const auto &       from = kv.layers[ikv];
         kvfold::CacheLayer layer{};
@@ -249,10 +246,10 @@ void kvfold_access::attach(llama_kv_cache & kv) {
         const int64_t gqa     = int64_t(layer.n_head_kv) * layer.head_dim;
         const int32_t columns = int32_t(kv.hparams.n_head(from.il)) / layer.n_head_kv;  // of one query
         most_columns          = std::max(most_columns, columns);
-        all_host              = all_host && ggml_backend_buffer_is_host(from.k->buffer);
-        one_device            = one_device && !ggml_backend_buffer_is_host(from.k->buffer) &&
-                                buft == ggml_backend_buffer_get_type(kv.layers[0].k->buffer);
-        cache.final_il        = std::max(cache.final_il, layer.last_il);
+
+        one_device      = one_device && !ggml_backend_buffer_is_host(from.k->buffer) &&
+                          buft == ggml_backend_buffer_get_type(kv.layers[0].k->buffer);
+        cache.final_il  = std::max(cache.final_il, layer.last_il);
         const auto tier = kvfold::tier_layout(layer.n_head_kv, layer.head_dim, int32_t(cache.n_groups()), layer.n_spans,
                                               int32_t(cache.near.n_rows()));
         layer.tier      = ggml_new_tensor_1d(ctx.get(), GGML_TYPE_I8, int64_t(tier.bytes));

@@ -53,7 +53,7 @@ kvfold::SideLayout kvfold_cache::side_layout(const kvfold::CacheLayer & layer) c
 }
 
 int32_t kvfold_cache::most_spans(int64_t n_kv) const {
-    return searches_spans && kvfold::exceeds_pool(config, n_kv) ? kvfold::pool_spans(config) : 0;
+    return spans.size() > 0 && kvfold::exceeds_pool(config, n_kv) ? kvfold::pool_spans(config) : 0;
 }
 
 kvfold_cache::Lookups kvfold_cache::lookups() const {

@@ -82,7 +82,7 @@ struct kvfold_cache {
 
     // The search in two levels. Spans are kept where the settings ask for it; a device may not be able to use them.
     kvfold::SpanIndex spans;
-    bool              searches_spans = false;
+
     // SelectArgs::most_spans of a look-up among `n_kv` cells; 0: it looks at all groups.
     int32_t most_spans(int64_t n_kv) const;
 

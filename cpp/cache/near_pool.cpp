@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "ggml.h"
+#include "ops/graph_node.h"
 #include "ops/kv_ops.h"
 
 // A function whose loops are worth having for wider vectors than every processor has; the loader picks.
@@ -162,7 +163,7 @@ bool is_last(const llama_kv_cells & cells, uint32_t cell, const llama_kv_cells::
 // This runs for every token and looks at every cell, so with one sequence it asks for nothing but positions.
 void NearPool::list_cells(const llama_kv_cells & cells, const std::vector<uint32_t> & own,
                           const llama_kv_cells::seq_set_t & seqs, uint32_t n_kv, UbatchPlan & plan) const {
-    plan.far_bits.assign((n_kv + 31) / 32, 0);
+    plan.far_bits.assign(size_t(plan_words(n_kv)), 0);
     if (config_.n_seq_max == 1) {
         list_used(cells, n_kv, plan.far_bits.data());
     } else {

@@ -48,7 +48,7 @@ void SpanIndex::add_to_plan(const llama_kv_cells & cells, const llama_kv_cells::
     }
     const bool   one_sequence = seqs.count() == 1;
     const size_t most         = size_t(span_capacity(size(), int64_t(plan.cells.size())));
-    plan.ready.assign((size() + 31) / 32, 0);
+    plan.ready.assign(size_t(plan_words(int64_t(size()))), 0);
     for (uint32_t s = 0; s < size(); ++s) {
         if (!is_far(plan.far_bits, s)) {
             // Far cells of other sequences are not listed; they are there all the same.

@@ -79,8 +79,8 @@ constexpr TierLayout tier_layout(int32_t n_head_kv, int32_t head_dim, int32_t n_
 
 // What the nodes of a micro-batch are told is one tensor, i32 [PlanLayout::size], because every graph input costs a transfer:
 //   header  [kPlanHeader]
-//   far     [n_words]                         AttendArgs::far_bits
-//   ready   [(n_spans + 31) / 32]             SelectArgs::ready, for all spans of the layer whatever n_words is
+//   far     [n_words = plan_words(n_kv)]      AttendArgs::far_bits
+//   ready   [plan_words(n_spans)]             SelectArgs::ready, for all spans of the layer whatever n_words is
 //   exact   [exact_capacity][2]               AttendArgs::exact; entries behind the real ones are kSrcHidden
 //   fold    [fold_capacity][1 + group]        FoldArgs::plan; entries behind the real ones hold anything
 //   spans   [span_capacity]                   FoldArgs::spans; likewise
@@ -98,7 +98,11 @@ struct PlanLayout {
     int64_t size;
 };
 
+// Words of so many bits in a plan. Their number is even, so that entries of `exact`, which the device reads as a pair, are aligned.
+constexpr int64_t plan_words(int64_t n_bits) { return (n_bits + 63) / 64 * 2; }
+
 constexpr int kPlanHeader = 4;
+static_assert(kPlanHeader % 2 == 0);
 enum PlanHeader : int {
     kPlanFolds = 0,  // entries of `fold` that are real
     kPlanEpoch = 1,  // number of this plan, > 0; the store writes it to the side memory when it is done
@@ -117,7 +121,7 @@ constexpr PlanLayout plan_layout(int64_t n_words, int64_t n_near, int64_t n_toke
     l.span_capacity  = kvfold::span_capacity(n_spans, n_tokens);
     l.far            = kPlanHeader;
     l.ready          = l.far + n_words;
-    l.exact          = l.ready + (n_spans + 31) / 32;
+    l.exact          = l.ready + plan_words(n_spans);
     l.fold           = l.exact + 2 * l.exact_capacity;
     l.spans          = l.fold + l.fold_capacity * (1 + group);
     l.store          = l.spans + l.span_capacity;

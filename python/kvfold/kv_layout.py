@@ -164,7 +164,7 @@ def cache_size(
         ubatch = min(ubatch, largest_ubatch(config, tokens, n_seq))
         n_cells = (-(-stored // group) + 1 + 2 * (n_seq - 1)) * group
         near_rows = min(n_cells, n_seq * (tail + group - 1 + sinks))
-        spans = span_count(config, stored, n_cells)
+        spans = span_count(config, stored, n_cells) if rules is CPU_BUFFERS else 0  # a GPU searches in one level
     for layer in layers:
         if layer.window:
             room = _round_up(min(tokens, layer.window * n_seq + ubatch), _CELL_PADDING)

@@ -136,7 +136,7 @@ def test_serve_hands_over_to_llama_server(monkeypatch: pytest.MonkeyPatch, smoll
     assert pairs["-c"] == "2048"
     assert pairs["--kv-type"] == "fp4_csa2"
     assert pairs["--kv-group"] == "4"
-    assert pairs["--kv-lookup"] == "0.2"
+    assert pairs["--kv-lookup"] == "0.2,0.2"
     assert pairs["--kv-tail"] == "64"
     started.clear()
     assert cli.main(["serve", str(smollm2_path), "--kv-type", "q8_0"]) == 0
