@@ -240,16 +240,22 @@ def largest_ubatch(config: KvConfig, n_ctx: int, n_seq: int) -> int:
     return max(16, (stored - n_seq * (young + sinks + 2 * group)) // 2)
 
 
-def bytes_per_token(layers: list[CacheLayer], config: KvConfig) -> float:
-    """What one more token of context costs in the layers that keep the whole context, or a ``keep`` share of it."""
+def bytes_per_token(layers: list[CacheLayer], config: KvConfig, n_ctx: int) -> float:
+    """What one more token of context costs in the layers that keep the whole context, or a ``keep`` share of it.
+
+    A context of ``n_ctx`` tokens decides whether spans have summaries.
+    """
     if not config.folds:
         block = _BLOCKS[config.kv_type]
         return sum(_row_bytes(block, y.n_head_kv * c) for y in layers if not y.window for c in (y.head_k, y.head_v))
     total = 0.0
+    summaries = 1 / int(config.group or 1)  # of a token
+    if span_count(config, stored_tokens(config, n_ctx, 1), n_ctx):
+        summaries += 1 / SPAN_TOKENS
     for layer in layers:
         if not layer.window:
             row = _row_bytes(_FOLDED_BLOCK, layer.n_head_kv * layer.head_k)
-            total += 2 * row + (row + 2 * layer.n_head_kv) / int(config.group or 1)
+            total += 2 * row + (row + 2 * layer.n_head_kv) * summaries
     return total * min(1.0, 1.0 if config.keep is None else config.keep)
 
 

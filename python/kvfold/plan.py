@@ -149,7 +149,7 @@ class Plan:
     def to_dict(self) -> dict[str, Any]:
         """For ``--json``. Sizes are bytes."""
         p, s, need = self.planner, self.settings, self.need
-        per_token = bytes_per_token(p.layers, s.config) if p.layers is not None else None
+        per_token = bytes_per_token(p.layers, s.config, s.n_ctx) if p.layers is not None else None
         return {
             "model": {
                 "path": str(p.header.path),
@@ -350,6 +350,7 @@ def _compare(chooser: _Chooser, settings: Settings, wishes: Wishes) -> Iterable[
         if wishes.config.kv_type not in TABLE_TYPES:
             configs.append(wishes.config)
     planner = chooser.planner
+    layers = planner.layers
     for config in configs:
         if reason := planner.unfit(config):
             yield {"kv_type": config.kv_type, "unfit": reason}
@@ -357,7 +358,7 @@ def _compare(chooser: _Chooser, settings: Settings, wishes: Wishes) -> Iterable[
         need = chooser.need(replace(settings, config=config, windows=True))
         yield {
             "kv_type": config.kv_type,
-            "bytes_per_token": bytes_per_token(planner.layers, config) if planner.layers is not None else None,
+            "bytes_per_token": bytes_per_token(layers, config, settings.n_ctx) if layers is not None else None,
             "kv_bytes": need.kv_bytes,
             "ratio": need.kv_bytes / need.f16_bytes if need.f16_bytes else 1.0,
             "total_bytes": need.total,

@@ -155,8 +155,9 @@ def test_weights_by_layer(smollm2_path: Path) -> None:
 def test_bytes_per_token_is_the_slope(tiny_path: Callable[[str], Path]) -> None:
     layers = cache_layers(read_gguf_header(tiny_path("llama-64-gqa3")))
     for config in CONFIGS.values():
-        small, large = (cache_size(layers, config, n).bytes for n in (65536, 131072))
-        assert (large - small) / 65536 == pytest.approx(bytes_per_token(layers, config), rel=1e-4)
+        for n_ctx in (16384, 262144):  # without and with spans
+            small, large = (cache_size(layers, config, n).bytes for n in (n_ctx, n_ctx + 32768))
+            assert (large - small) / 32768 == pytest.approx(bytes_per_token(layers, config, n_ctx), rel=1e-4)
 
 
 def test_gpu_buffers_are_padded() -> None:
