@@ -64,9 +64,9 @@ void register_config(py::module_ & m) {
         "Makes this configuration active for contexts created by this thread until scope_pop().\n\n"
         "Keys: kv_type (fp4, fp4_csa2), group, tail, sinks, swa_type (f16, q8_0), lookup ('0.2' or '0.1,0.2'), "
         "threshold,\n"
-        "min_tokens, max_tokens, min_context, layers, alignment, hierarchical (auto, on, off), span_pool; None means "
-        "the "
-        "default.\n"
+        "min_tokens, max_tokens, min_context, layers, alignment, calibration, hierarchical (auto, on, off), span_pool; "
+        "None\n"
+        "means the default.\n"
         "Raises ValueError naming the setting, its value and what is possible.");
     m.def("scope_pop", &kvfold_scope_pop, "Ends the innermost scope of this thread.");
     m.def("last_error", &kvfold_last_error, "Why the last kvfold call on this thread failed; empty if none did.");

@@ -83,18 +83,32 @@ void register_stats(py::module_ & m) {
             kvfold_get_alignment(context, rows.data(), rows.size());
             py::list list;
             for (const kvfold_alignment & row : rows) {
-                list.append(py::make_tuple(row.layer, row.head, row.tokens, row.recalled, row.divergence, row.largest));
+                list.append(py::make_tuple(row.layer, row.head, row.tokens, row.recalled, row.divergence, row.largest,
+                                           row.read));
             }
             return list;
         },
         py::arg("ctx"),
         "What look-ups of a llama_context given by address find of the attention: for every layer and head a tuple of "
         "layer,\n"
-        "head, tokens, mean share found, mean and largest divergence. Empty without the setting kv_alignment.");
+        "head, tokens, mean share found, mean and largest divergence, and the share of the groups that the layer "
+        "reads. "
+        "Empty\n"
+        "without the setting kv_alignment.");
     m.def("context_stats", &context_stats, py::arg("ctx"),
           "Statistics of the kvfold cache of a llama_context given by address, as a dict (sizes in bytes, all "
           "allocated memory\n"
           "counted; tokens are cells in use); None when the context has no kvfold cache.");
+    m.def(
+        "model_fingerprint",
+        [](uintptr_t model) {
+            if (model == 0) {
+                throw py::value_error("model_fingerprint: the model is null");
+            }
+            return kvfold_model_fingerprint(reinterpret_cast<const llama_model *>(model));
+        },
+        py::arg("model"),
+        "A number that two models (llama_model given by address) share only by being the same model; never 0.");
     m.def(
         "evicted",
         [](uintptr_t ctx, int32_t seq, int32_t n_pos) { return kvfold_evicted(to_context(ctx), seq, n_pos); },

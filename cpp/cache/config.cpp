@@ -11,6 +11,8 @@
 #include <mutex>
 #include <vector>
 
+#include "cache/calibration.h"
+
 namespace kvfold {
 
 namespace {
@@ -93,8 +95,23 @@ constexpr int      kMaxLayers = 4096;
 
 bool bad_layers(const char * text, const char * why) {
     return fail(message("kv_layers '%s': %s; possible: auto, or modes (dense, full, reuse, reindex, window) as in "
-                        "'dense*2,full*10,reuse' or '(full,reuse*3)*8'",
+                        "'dense*2,full*10,reuse' or '(full:0.3,reuse*3)*8'",
                         text, why));
+}
+
+// Reads ":SHARE" if it is there.
+bool parse_share(const char *& at, float & share) {
+    share = 0.0f;
+    if (*at != ':') {
+        return true;
+    }
+    char * end = nullptr;
+    share      = std::strtof(at + 1, &end);
+    if (end == at + 1 || !(share > 0.0f && share <= 1.0f)) {
+        return false;
+    }
+    at = end;
+    return true;
 }
 
 // Reads "*N" if it is there.
@@ -112,12 +129,12 @@ bool parse_count(const char *& at, long & n) {
 }
 
 // Reads a list up to its end or to a closing bracket.
-bool parse_modes(const char * text, const char *& at, bool nested, std::vector<LayerMode> & modes) {
+bool parse_rules(const char * text, const char *& at, bool nested, std::vector<LayerRule> & rules) {
     for (;;) {
-        std::vector<LayerMode> item;
+        std::vector<LayerRule> item;
         if (*at == '(' && !nested) {
             ++at;
-            if (!parse_modes(text, at, true, item)) {
+            if (!parse_rules(text, at, true, item)) {
                 return false;
             }
             if (*at++ != ')') {
@@ -126,11 +143,16 @@ bool parse_modes(const char * text, const char *& at, bool nested, std::vector<L
         } else {
             for (size_t i = 0; i < sizeof(k_modes) / sizeof(*k_modes); ++i) {
                 const size_t length = std::strlen(k_modes[i]);
-                if (std::strncmp(at, k_modes[i], length) == 0 && std::strchr(",*)", at[length]) != nullptr) {
-                    item = {LayerMode(i)};  // the end of the text is found by strchr too
+                if (std::strncmp(at, k_modes[i], length) == 0 && std::strchr(":,*)", at[length]) != nullptr) {
+                    item = {{LayerMode(i), 0.0f}};  // the end of the text is found by strchr too
                     at += length;
                     break;
                 }
+            }
+            const bool budget =
+                !item.empty() && (item[0].mode == LayerMode::full || item[0].mode == LayerMode::reindex);
+            if (budget && !parse_share(at, item[0].share)) {
+                return bad_layers(text, "after : a share above 0 and up to 1 is expected");
             }
             if (item.empty()) {
                 return bad_layers(text, "not a list of modes");
@@ -141,9 +163,9 @@ bool parse_modes(const char * text, const char *& at, bool nested, std::vector<L
             return bad_layers(text, "after * a number of layers is expected");
         }
         for (long i = 0; i < n; ++i) {
-            modes.insert(modes.end(), item.begin(), item.end());
+            rules.insert(rules.end(), item.begin(), item.end());
         }
-        if (modes.size() > size_t(kMaxLayers)) {
+        if (rules.size() > size_t(kMaxLayers)) {
             return bad_layers(text, "too many layers");
         }
         if (*at != ',') {
@@ -165,6 +187,7 @@ const char * lookup_setting(const kvfold_config & c) {
            : c.alignment         ? "kv_alignment"
            : c.hierarchical != 0 ? "kv_hierarchical"
            : c.span_pool != 0    ? "kv_span_pool"
+           : c.calibration.model ? "kv_calibration"
                                  : nullptr;
 }
 
@@ -236,7 +259,41 @@ bool fail(const std::string & reason) {
     return false;
 }
 
+namespace {
+
+bool is_auto(const char * layers) { return layers[0] == '\0' || std::strcmp(layers, "auto") == 0; }
+
+// Fills in what a calibration says and nothing explicit does.
+void calibrate(kvfold_config & config) {
+    const kvfold_calibration & found = config.calibration;
+    if (config.min_tokens < 0) {
+        config.min_tokens = config.max_tokens > 0 ? std::min(found.min_tokens, config.max_tokens) : found.min_tokens;
+    }
+    config.group     = config.group == 0 ? found.group : config.group;
+    config.threshold = config.threshold < 0.0f ? found.threshold : config.threshold;
+    if (is_auto(config.layers)) {
+        // An explicit budget goes before those of layers.
+        const bool shares = config.lookup_max == 0.0f;
+        char *     out    = config.layers;
+        for (const char * at = found.layers; *at != '\0';) {
+            at += !shares && *at == ':' ? std::strcspn(at, ",*)") : 0;
+            *out++ = *at;
+            at += *at != '\0';
+        }
+        *out = '\0';
+    }
+    if (config.lookup_max == 0.0f) {
+        config.lookup_min = found.lookup_min;
+        config.lookup_max = found.lookup_max;
+    }
+}
+
+}  // namespace
+
 kvfold_config resolve(kvfold_config config) {
+    if (config.calibration.model != 0 && has_lookup(config.type)) {
+        calibrate(config);
+    }
     if (config.group == 0) {
         // Larger groups cost fewer summary bytes. fp4 reads every row, so its summaries only serve as the base of the key
         // differences, where 32 tokens are nearly as good as 4; fp4_csa2 also needs them as an index, where they are not.
@@ -281,21 +338,21 @@ kvfold_config unset_config(kvfold_type type) {
     return c;
 }
 
-bool layer_modes(const char * text, const std::vector<int32_t> & layers, std::vector<LayerMode> & modes) {
-    modes.clear();
-    if (text[0] == '\0' || std::strcmp(text, "auto") == 0) {
+bool layer_rules(const char * text, const std::vector<int32_t> & layers, std::vector<LayerRule> & rules) {
+    rules.clear();
+    if (is_auto(text)) {
         for (const int32_t il : layers) {
-            modes.push_back(il < kDenseLayers ? LayerMode::dense : LayerMode::full);
+            rules.push_back({il < kDenseLayers ? LayerMode::dense : LayerMode::full, 0.0f});
         }
         return true;
     }
     const char * at = text;
-    if (!parse_modes(text, at, false, modes)) {
+    if (!parse_rules(text, at, false, rules)) {
         return false;
     }
     // What a layer may take over must have been chosen before.
     bool chosen = false, full = false;
-    for (const LayerMode mode : modes) {
+    for (const auto [mode, share] : rules) {
         if (mode == LayerMode::reuse && !chosen) {
             return bad_layers(text, "reuse needs a full layer before it");
         }
@@ -308,11 +365,11 @@ bool layer_modes(const char * text, const std::vector<int32_t> & layers, std::ve
     if (layers.empty()) {
         return true;
     }
-    if (modes.size() > layers.size()) {
+    if (rules.size() > layers.size()) {
         return fail(message("kv_layers '%s' lists %zu layers; the model has %zu that keep the whole context", text,
-                            modes.size(), layers.size()));
+                            rules.size(), layers.size()));
     }
-    modes.resize(layers.size(), modes.back());
+    rules.resize(layers.size(), rules.back());
     return true;
 }
 
@@ -373,6 +430,7 @@ bool kvfold_config_set(kvfold_config * config, const char * key, const char * va
         if (has_lookup(before.type) && before.type != config->type) {
             // What the type would refuse may only be its former type's default.
             kvfold_config fresh = unset_config(config->type);
+            fresh.calibration   = config->calibration;
             fresh.tail          = config->tail;
             fresh.sinks         = config->sinks;
             fresh.swa_type      = config->swa_type;
@@ -439,16 +497,19 @@ bool kvfold_config_set(kvfold_config * config, const char * key, const char * va
                fail(message("kv_alignment must be true or false, got '%s'", value));
     }
     if (is_any(key, "layers", "kv_layers")) {
-        std::vector<LayerMode> modes;
+        std::vector<LayerRule> rules;
         if (std::strlen(value) >= sizeof(config->layers)) {
             return fail(message("kv_layers is longer than %zu characters; use mode*N for runs of layers",
                                 sizeof(config->layers) - 1));
         }
-        if (!layer_modes(value, {}, modes)) {
+        if (!layer_rules(value, {}, rules)) {
             return false;
         }
         std::strcpy(config->layers, value);
         return true;
+    }
+    if (is_any(key, "calibration", "kv_calibration")) {
+        return read_calibration(value, config->calibration);
     }
     if (is_any(key, "keep", "kv_keep")) {
         return parse_number("keep", value, std::strlen(value), config->keep) &&
@@ -460,7 +521,7 @@ bool kvfold_config_set(kvfold_config * config, const char * key, const char * va
     }
     return fail(message("unknown cache setting '%s'; possible: kv_type, kv_group, kv_tail, kv_sinks, kv_swa_type, "
                         "kv_lookup, kv_threshold, kv_min_tokens, kv_max_tokens, kv_min_context, kv_layers, "
-                        "kv_alignment, kv_hierarchical, kv_span_pool, kv_keep, kv_score",
+                        "kv_alignment, kv_calibration, kv_hierarchical, kv_span_pool, kv_keep, kv_score",
                         key));
 }
 
@@ -522,8 +583,8 @@ bool kvfold_config_check(const kvfold_config * config) {
     if (c.hierarchical == KVFOLD_HIERARCHICAL_ON && c.lookup_max >= 1.0f) {
         return fail("kv_hierarchical on has no effect with a kv_lookup of 1: everything is read; possible: auto, off");
     }
-    std::vector<LayerMode> modes;
-    return layer_modes(c.layers, {}, modes);
+    std::vector<LayerRule> rules;
+    return layer_rules(c.layers, {}, rules);
 }
 
 bool kvfold_scope_push(const kvfold_config * config) {

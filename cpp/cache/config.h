@@ -23,9 +23,14 @@ kvfold_config unset_config(kvfold_type type);
 
 enum class LayerMode { dense, full, reuse, reindex, window };
 
+struct LayerRule {
+    LayerMode mode;
+    float     share;  // takes the place of kvfold_config::lookup_max; 0: none of its own
+};
+
 // Expands kvfold_config::layers for layers of these numbers in the model; false (see fail) if that is impossible. An empty
 // list of layers only checks the text.
-bool layer_modes(const char * text, const std::vector<int32_t> & layers, std::vector<LayerMode> & modes);
+bool layer_rules(const char * text, const std::vector<int32_t> & layers, std::vector<LayerRule> & rules);
 
 // Remembers the reason for kvfold_last_error() and returns false, so that `return fail(...)` reads well.
 bool fail(const std::string & reason);

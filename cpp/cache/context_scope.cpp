@@ -1,6 +1,7 @@
 // Which contexts use kvfold, and the refusals that come before any memory is taken.
 #include "cache/context_scope.h"
 
+#include "cache/calibration.h"
 #include "cache/config.h"
 #include "cache/eviction.h"
 #include "cache/graph_nodes.h"
@@ -96,7 +97,7 @@ bool check_model(const kvfold_config & config, const llama_model & model) {
                 message("kv_type %s: head size %u (layer %u) does not fit; possible: 64, 128, 256", type, k, il));
         }
     }
-    return true;
+    return check_calibration(config.calibration, model);
 }
 
 const kvfold_config * building_config() { return t_building; }

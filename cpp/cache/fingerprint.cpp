@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 #include <map>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -47,6 +48,7 @@ uint64_t model_fingerprint(const llama_model & model) {
 
     // Token embeddings and norms are read because nothing repacks them; where embeddings also serve as the output matrix, that copy
     // may be repacked and cannot be read back. A dry run has no weights and saves no state.
+    std::set<std::string> seen;  // a copy on another device says nothing new, and not every device has one
     for (const auto & [name, tensor] : model.tensors_by_name) {
         const bool norm = name.find("norm") != std::string::npos && tensor->ne[1] == 1;
         if (!norm && name != "token_embd.weight") {
@@ -54,14 +56,14 @@ uint64_t model_fingerprint(const llama_model & model) {
         }
         const bool readable =
             tensor->buffer != nullptr && tensor->data != nullptr && tensor->buffer->iface.get_tensor != nullptr;
-        if (!readable || hparams.no_alloc) {
+        if (!readable || hparams.no_alloc || !seen.insert(name).second) {
             continue;
         }
         std::vector<unsigned char> head(std::min<size_t>(ggml_nbytes(tensor), 64));
         ggml_backend_tensor_get(tensor, head.data(), 0, head.size());
         h = hash_bytes(head.data(), head.size(), h);
     }
-    return h;
+    return h != 0 ? h : 1;
 }
 
 }  // namespace kvfold

@@ -11,7 +11,8 @@ namespace kvfold {
 // FNV-1a over 8-byte words (and the rest by bytes): quick enough for whole states, good enough against accidents.
 uint64_t hash_bytes(const void * data, size_t size, uint64_t seed = 0xcbf29ce484222325ull);
 
-// Over description, metadata (general.*), layer shapes and the first bytes of token embeddings and norms.
+// Over description, metadata (general.*), layer shapes and the first bytes of token embeddings and norms; never 0, and the same
+// whichever devices hold the model.
 uint64_t model_fingerprint(const llama_model & model);
 
 }  // namespace kvfold

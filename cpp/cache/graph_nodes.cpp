@@ -226,7 +226,8 @@ ggml_tensor * select_groups(const llm_graph_context & g, const kvfold_cache & ca
         ggml_build_forward_expand(g.gf, node);
         return node;
     };
-    const LookupBudget budget = {config.lookup_min, config.lookup_max, config.threshold, config.min_tokens,
+    const float        most   = spec.layer.lookup_max;
+    const LookupBudget budget = {std::min(config.lookup_min, most), most, config.threshold, config.min_tokens,
                                  config.max_tokens};
     switch (spec.layer.mode) {
     case LayerMode::dense:

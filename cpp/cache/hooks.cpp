@@ -49,6 +49,15 @@ bool device_selects(const kvfold_cache & cache, const kvfold::CacheLayer & layer
                                   layer.head_dim, cache.config.group, pool));
 }
 
+// The largest share that look-ups of a layer may read.
+float largest_share(const kvfold_cache & cache) {
+    float share = 0.0f;
+    for (const auto & layer : cache.layers) {
+        share = std::max(share, layer.lookup_max);
+    }
+    return share;
+}
+
 // Decides what each layer does. Throws when the settings do not fit the model.
 void set_modes(kvfold_cache & cache, const llama_hparams & hparams) {
     using kvfold::LayerMode;
@@ -60,47 +69,47 @@ void set_modes(kvfold_cache & cache, const llama_hparams & hparams) {
     for (const auto & layer : cache.layers) {
         numbers.push_back(layer.il);
     }
-    std::vector<LayerMode> modes;
-    if (!kvfold::layer_modes(cache.config.layers, numbers, modes)) {
+    std::vector<kvfold::LayerRule> rules;
+    if (!kvfold::layer_rules(cache.config.layers, numbers, rules)) {
         throw std::runtime_error(kvfold_last_error());
     }
     int32_t chosen_heads = 0;  // of the layer whose choice may be taken over
     bool    no_pools     = false;
-    for (size_t i = 0; i < modes.size(); ++i) {
+    for (size_t i = 0; i < rules.size(); ++i) {
         const kvfold::CacheLayer & layer = cache.layers[i];
-        if (modes[i] == LayerMode::reuse || modes[i] == LayerMode::reindex) {
+        if (rules[i].mode == LayerMode::reuse || rules[i].mode == LayerMode::reindex) {
             if (layer.n_head_kv != chosen_heads) {
                 kvfold::fail(kvfold::message("kv_layers '%s': layer %d has %d KV heads and cannot use the choice of a "
                                              "layer with %d; possible there: dense, full, window",
                                              cache.config.layers, layer.il, layer.n_head_kv, chosen_heads));
                 throw std::runtime_error(kvfold_last_error());
             }
-        } else if (modes[i] == LayerMode::full) {
+        } else if (rules[i].mode == LayerMode::full) {
             chosen_heads = layer.n_head_kv;
         }
-        if (modes[i] != LayerMode::dense && !device_selects(cache, layer, hparams, false)) {
+        if (rules[i].mode != LayerMode::dense && !device_selects(cache, layer, hparams, false)) {
             LLAMA_LOG_WARN("kvfold: the device of layer %d cannot look up; decoding reads the whole cache\n", layer.il);
             return;
         }
-        if (modes[i] == LayerMode::reindex && !device_selects(cache, layer, hparams, true)) {
-            no_pools = true;
-            modes[i] = LayerMode::full;
+        if (rules[i].mode == LayerMode::reindex && !device_selects(cache, layer, hparams, true)) {
+            no_pools      = true;
+            rules[i].mode = LayerMode::full;
         }
     }
-
     if (no_pools) {
         LLAMA_LOG_WARN("kvfold: this device cannot choose from a pool; reindex layers choose from everything, as full "
                        "layers do\n");
     }
     size_t last_full = 0;
-    for (size_t i = 0; i < modes.size(); ++i) {
-        last_full = modes[i] == LayerMode::full ? i : last_full;
-        cache.layers[last_full].makes_pool |= modes[i] == LayerMode::reindex;
-        cache.layers[i].mode = modes[i];
-        cache.looks_up       = cache.looks_up || modes[i] != LayerMode::dense;
+    for (size_t i = 0; i < rules.size(); ++i) {
+        last_full = rules[i].mode == LayerMode::full ? i : last_full;
+        cache.layers[last_full].makes_pool |= rules[i].mode == LayerMode::reindex;
+        cache.layers[i].mode       = rules[i].mode;
+        cache.layers[i].lookup_max = rules[i].share > 0.0f ? rules[i].share : cache.config.lookup_max;
+        cache.looks_up             = cache.looks_up || rules[i].mode != LayerMode::dense;
     }
     cache.lookup_queries = std::min<uint32_t>(kvfold::kLookupQueries, uint32_t(std::max(1, cache.fused_queries)));
-    cache.list_capacity  = kvfold::list_capacity(cache.config, cache.n_groups(), cache.n_seq_max);
+    cache.list_capacity  = kvfold::list_capacity(cache.config, largest_share(cache), cache.n_groups(), cache.n_seq_max);
     cache.pool_capacity  = kvfold::pool_capacity(cache.config, cache.n_groups(), cache.n_seq_max);
     cache.plan.sparse    = cache.looks_up;  // memory of the compute graph is planned with look-ups
 }
@@ -580,7 +589,7 @@ void kvfold_access::announce(const llama_context & ctx) {
     std::string  lookup;
     if (const auto base = find_caches(ctx.get_memory()).base; base->kvfold->looks_up) {
         lookup = kvfold::message("; beyond %d tokens decoding reads %.0f-%.0f %%", s.config.min_context,
-                                 100.0 * double(s.config.lookup_min), 100.0 * double(s.config.lookup_max));
+                                 100.0 * double(s.config.lookup_min), 100.0 * double(largest_share(*base->kvfold)));
     }
     const std::string line = kvfold::message(
         "kv %s: %.1f MiB, f16 would be %.1f (%.1f %%); near %.1f MiB; attention on %s%s",

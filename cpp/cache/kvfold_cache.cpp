@@ -56,17 +56,22 @@ int32_t kvfold_cache::most_spans(int64_t n_kv) const {
     return spans.size() > 0 && kvfold::exceeds_pool(config, n_kv) ? kvfold::pool_spans(config) : 0;
 }
 
+kvfold_cache::Lookups kvfold_cache::lookups(const kvfold::CacheLayer & layer) const {
+    if (!looks_up || ggml_backend_buffer_get_size(layer.tier->buffer) == 0) {
+        return {};  // nothing was allocated: a dry run
+    }
+    const auto layout      = side_layout(layer);
+    uint64_t   counters[2] = {};
+    ggml_backend_tensor_get(layer.side, counters, layout.counters_offset, sizeof(counters));
+    return {counters[0], counters[1]};
+}
+
 kvfold_cache::Lookups kvfold_cache::lookups() const {
     Lookups sum{};
     for (const auto & layer : layers) {
-        if (!looks_up || ggml_backend_buffer_get_size(layer.tier->buffer) == 0) {
-            continue;  // nothing was allocated: a dry run
-        }
-        const auto layout      = side_layout(layer);
-        uint64_t   counters[2] = {};
-        ggml_backend_tensor_get(layer.side, counters, layout.counters_offset, sizeof(counters));
-        sum.visible += counters[0];
-        sum.read += counters[1];
+        const Lookups of_layer = lookups(layer);
+        sum.visible += of_layer.visible;
+        sum.read += of_layer.read;
     }
     return sum;
 }
@@ -79,10 +84,13 @@ std::vector<kvfold_alignment> kvfold_cache::alignment() const {
         }
         std::vector<kvfold::Alignment> heads(size_t(layer.align->ne[1]));
         ggml_backend_tensor_get(layer.align, heads.data(), 0, heads.size() * sizeof(kvfold::Alignment));
+        const Lookups seen  = lookups(layer);
+        const double  share = double(seen.read) / double(std::max<uint64_t>(1, seen.visible));
         for (size_t h = 0; h < heads.size(); ++h) {
             const kvfold::Alignment & x = heads[h];
             const double              n = std::max(1.0, x.queries);
-            rows.push_back({layer.il, int32_t(h), uint64_t(x.queries), x.recalled / n, x.divergence / n, x.largest});
+            rows.push_back(
+                {layer.il, int32_t(h), uint64_t(x.queries), x.recalled / n, x.divergence / n, x.largest, share});
         }
     }
     return rows;

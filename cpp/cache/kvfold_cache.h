@@ -26,6 +26,7 @@ struct CacheLayer {
     int32_t       head_dim;
     int32_t       n_spans    = 0;  // the same in all layers of a cache
     LayerMode     mode       = LayerMode::dense;
+    float         lookup_max = 0.0f;   // share of the groups that the layer's look-ups read at most
     bool          makes_pool = false;  // a later layer is in reindex mode and takes this one's pool
     ggml_tensor * far_k;               // nvfp4 [gqa, n_cells], the cache's own root tensors
     ggml_tensor * far_v;
@@ -114,6 +115,7 @@ struct kvfold_cache {
         uint64_t read;
     };
     Lookups lookups() const;
+    Lookups lookups(const kvfold::CacheLayer & layer) const;
 
     // kvfold_metrics()
     static std::string metrics();

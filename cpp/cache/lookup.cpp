@@ -53,8 +53,8 @@ uint32_t span_count(const kvfold_config & config, uint32_t n_tokens, uint32_t n_
     return searched ? n_cells / uint32_t(kSpanCells) : 0;
 }
 
-int32_t list_capacity(const kvfold_config & config, uint32_t n_groups, uint32_t n_seq_max) {
-    const auto share = uint32_t(std::ceil(double(config.lookup_max) * n_groups));
+int32_t list_capacity(const kvfold_config & config, float largest_share, uint32_t n_groups, uint32_t n_seq_max) {
+    const auto share = uint32_t(std::ceil(double(largest_share) * n_groups));
     uint32_t   most  = std::max(share, groups_of(config.min_tokens, config.group));
     if (config.max_tokens > 0) {
         most = std::min(most, uint32_t(config.max_tokens / config.group));

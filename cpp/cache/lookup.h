@@ -37,8 +37,8 @@ int32_t pool_spans(const kvfold_config & config);
 // Spans that a cache keeps summaries of: all, if look-ups may ever search in two levels, or none.
 uint32_t span_count(const kvfold_config & config, uint32_t n_tokens, uint32_t n_cells);
 
-// Groups a list has room for; the same for all micro-batches, so that graphs can be reused.
-int32_t list_capacity(const kvfold_config & config, uint32_t n_groups, uint32_t n_seq_max);
+// Groups a list has room for, with the largest share of any layer; the same for all micro-batches, so that graphs can be reused.
+int32_t list_capacity(const kvfold_config & config, float largest_share, uint32_t n_groups, uint32_t n_seq_max);
 int32_t pool_capacity(const kvfold_config & config, uint32_t n_groups, uint32_t n_seq_max);
 
 }  // namespace kvfold

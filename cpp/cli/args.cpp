@@ -73,9 +73,15 @@ void kvfold_add_args(std::vector<common_arg> & options) {
                    [](common_params &, const std::string & value) { kvfold::set_kv_option("kv_min_context", value); }));
         options.push_back(option(
             "--kv-layers", "MODES",
-            "fp4_csa2: auto, or what each layer does: dense, full, reuse, reindex, window, as in dense*2,full,reuse*3",
+            "fp4_csa2: auto, or what each layer does: dense, full, reuse, reindex, window, as in dense*2,full,reuse*3; "
+            "full:0.3 has a share of its own",
             "LLAMA_ARG_KV_LAYERS",
             [](common_params &, const std::string & value) { kvfold::set_kv_option("kv_layers", value); }));
+        options.push_back(
+            option("--kv-calibration", "FILE",
+                   "fp4_csa2: what `kvfold calibrate` found for this model, as defaults of the options above",
+                   "LLAMA_ARG_KV_CALIBRATION",
+                   [](common_params &, const std::string & value) { kvfold::set_kv_option("kv_calibration", value); }));
         options.push_back(option(
             "--kv-hierarchical", "WHEN",
             "fp4_csa2: look at summaries of 128 tokens before those of groups: auto (beyond 65536 tokens), on, off "

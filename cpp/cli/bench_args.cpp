@@ -26,6 +26,7 @@ bool kvfold_bench_arg(int argc, char ** argv, int & i, std::vector<ggml_type> & 
         {"--kv-layers", "kv_layers"},
         {"--kv-hierarchical", "kv_hierarchical"},
         {"--kv-span-pool", "kv_span_pool"},
+        {"--kv-calibration", "kv_calibration"},
         {"--kv-keep", "kv_keep"},
         {"--kv-score", "kv_score"},
     };

@@ -19,8 +19,8 @@ def scope_push(settings: dict[str, Any]) -> None:
     """Use these settings for contexts created by this thread until ``scope_pop``.
 
     Keys: ``kv_type`` (str), ``group``, ``tail``, ``sinks`` (int), ``swa_type`` (str), and for look-ups ``lookup``
-    ("0.1,0.2"), ``threshold``, ``min_tokens``, ``max_tokens``, ``min_context``, ``layers``, ``hierarchical`` (str),
-    ``span_pool``, for evictions ``keep`` and ``score`` (str). Raises ``ValueError``.
+    ("0.1,0.2"), ``threshold``, ``min_tokens``, ``max_tokens``, ``min_context``, ``layers``, ``calibration``,
+    ``hierarchical`` (str), ``span_pool``, for evictions ``keep`` and ``score`` (str). Raises ``ValueError``.
     """
 
 def scope_pop() -> None:
@@ -32,8 +32,14 @@ def check_config(settings: dict[str, Any]) -> None:
 def last_error() -> str:
     """Why the last kvfold call on this thread failed, an empty string if none did."""
 
-def alignment(ctx: int) -> list[tuple[int, int, int, float, float, float]]:
-    """What look-ups find of the attention: layer, head, tokens, mean share found, mean and largest divergence."""
+def alignment(ctx: int) -> list[tuple[int, int, int, float, float, float, float]]:
+    """What look-ups find of the attention.
+
+    Tuples: layer, head, tokens, mean share found, mean and largest divergence, share of the groups that are read.
+    """
+
+def model_fingerprint(model: int) -> int:
+    """A number that two models (``llama_model`` at this address) share only by being the same model; never 0."""
 
 def context_stats(ctx: int) -> dict[str, Any] | None:
     """What the cache of the ``llama_context`` at this address holds; ``None`` if it is not a kvfold cache.

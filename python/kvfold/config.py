@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from . import layer_modes, layered_file
+from .calibration import read_calibration
 
 _toml = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
 
@@ -47,7 +48,6 @@ SWA_TYPES = ("f16", "q8_0")
 
 #: Names that belong to the design but that this version cannot honour.
 LATER_SETTINGS = (
-    "kv_calibration",
     "kv_mode",
     "kv_tier",
     "kv_scale_group",
@@ -146,6 +146,11 @@ def _lookup(value: object) -> tuple[float, float]:
     return least, most
 
 
+def _text(value: object) -> str:
+    """A value as a flag takes it."""
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
 def _score(value: object) -> str:
     """``kv_score``: one of ``SCORES``, or several joined by ``+``."""
     possible = f"{_choices(SCORES)}, or several of them as in keydiff+attn"
@@ -195,6 +200,8 @@ class KvConfig:
         min_context: sequences with fewer tokens are read whole (``kv_min_context``). ``None`` stays: the runtime takes
             4096, and with layers on a GPU all are.
         layers: what each layer does, see ``kvfold.layer_modes`` (``kv_layers``).
+        calibration: file of ``kvfold calibrate``, whose values are the defaults of ``group``, ``lookup``,
+            ``threshold``, ``min_tokens`` and ``layers`` for the model it was made with (``kv_calibration``).
         alignment: ``fp4_csa2`` on the CPU: compare every look-up with attention over everything, for
             ``Llama.kv.alignment()``; slow (``kv_alignment``).
         hierarchical: whether ``full`` layers score summaries of 128 tokens first, and then only the groups of the best:
@@ -220,6 +227,7 @@ class KvConfig:
     min_context: int | None = None
     layers: str | None = None
     alignment: bool | None = None
+    calibration: str | Path | None = None
     hierarchical: str | None = None
     span_pool: int | None = None
     keep: float | None = None
@@ -230,6 +238,8 @@ class KvConfig:
         if not is_folding(kv_type):
             self._refuse_idle_settings("kv_type", GROUPS)
             return
+        if kv_type in LOOKUP_TYPES and self.calibration is not None:
+            self._calibrate()
         groups = GROUPS[kv_type]
         group = groups[0] if self.group is None else self.group
         if isinstance(group, bool) or group not in groups:
@@ -256,6 +266,21 @@ class KvConfig:
         else:
             stored = [f.name for f in fields(self) if f.name not in ("keep", "score")]
             self._refuse_idle_settings(" ".join(stored), EVICTING_TYPES)
+
+    def _calibrate(self) -> None:
+        """Fills in what the calibration says and nothing explicit does."""
+        if not isinstance(self.calibration, (str, Path)):
+            raise ValueError(f"kv_calibration={self.calibration!r}: must be the path of a file of `kvfold calibrate`")
+        found = read_calibration(self.calibration)
+        self._set("calibration", str(self.calibration))
+        layers = found.layers if self.lookup is None else layer_modes.without_shares(found.layers)
+        if self.layers in (None, layer_modes.AUTO):
+            self._set("layers", layers)
+        for name in ("group", "lookup", "threshold"):
+            if getattr(self, name) is None:
+                self._set(name, getattr(found, name))
+        if self.min_tokens is None:
+            self._set("min_tokens", min(found.min_tokens, self.max_tokens or found.min_tokens))
 
     def _set_lookup(self) -> None:
         threshold = DEFAULT_THRESHOLD if self.threshold is None else self.threshold
@@ -338,10 +363,7 @@ class KvConfig:
 
     def to_text(self) -> dict[str, str]:
         """The settings as the flags of the command line tools take them."""
-        return {
-            name: ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
-            for name, value in self.to_dict().items()
-        }
+        return {name: _text(value) for name, value in self.to_dict().items()}
 
     @classmethod
     def from_kwargs(cls, **settings: Any) -> KvConfig:
@@ -420,16 +442,22 @@ class KvConfig:
     def merged(self, **settings: Any) -> KvConfig:
         """This config with some ``kv_*`` settings replaced.
 
-        A change of ``kv_type`` drops a group size that was only the old type's default.
+        A change of ``kv_type`` drops a group size that was only the old type's default. Values of a calibration, and
+        defaults that it replaces, are not settings of one's own: they give way.
         """
         base = self.to_dict()
+        if self.kv_type in LOOKUP_TYPES and (self.calibration or settings.get("kv_calibration")):
+            filled = type(self)(self.kv_type, calibration=self.calibration).to_dict()
+            for name in CALIBRATED_SETTINGS:
+                if base.get(name) == filled[name]:
+                    del base[name]
         for name, value in settings.items():
             check_setting_name(name)
             if value is not None:
                 base[name] = value
         retyped = self.folds and base["kv_type"] != self.kv_type
         if retyped and settings.get("kv_group") is None and self.group == GROUPS[self.kv_type][0]:
-            del base["kv_group"]
+            base.pop("kv_group", None)
         idle: list[str] = []
         if retyped:
             idle += LOOKUP_SETTINGS if base["kv_type"] not in LOOKUP_TYPES else ()
@@ -455,6 +483,7 @@ _FIELD_OF_SETTING = {
     "kv_min_context": "min_context",
     "kv_layers": "layers",
     "kv_alignment": "alignment",
+    "kv_calibration": "calibration",
     "kv_hierarchical": "hierarchical",
     "kv_span_pool": "span_pool",
     "kv_keep": "keep",
@@ -469,9 +498,12 @@ LOOKUP_SETTINGS = (
     "kv_min_context",
     "kv_layers",
     "kv_alignment",
+    "kv_calibration",
     "kv_hierarchical",
     "kv_span_pool",
 )
+#: Settings that a calibration has defaults for.
+CALIBRATED_SETTINGS = ("kv_group", "kv_lookup", "kv_threshold", "kv_min_tokens", "kv_layers")
 EVICTION_SETTINGS = ("kv_keep", "kv_score")
 _SETTING_OF_FIELD = {field: setting for setting, field in _FIELD_OF_SETTING.items()}
 

@@ -52,6 +52,18 @@ def scope_settings(config: KvConfig) -> dict[str, Any]:
     return {"kv_type": config.kv_type, **settings}
 
 
+@contextmanager
+def scope(core: Any, config: KvConfig) -> Iterator[None]:
+    """Contexts that this thread makes inside the block get these settings, if they are a folding cache's."""
+    if config.folds:
+        core.scope_push(scope_settings(config))
+    try:
+        yield
+    finally:
+        if config.folds:
+            core.scope_pop()
+
+
 def measure(core: Any, ctx: int) -> Measured:
     """The allocation of a context that exists (real or of a dry run), given by address."""
     buffers = tuple(
@@ -117,14 +129,8 @@ class DryRun:
         params.flash_attn_type = api.LLAMA_FLASH_ATTN_TYPE_ENABLED if flash_attn else api.LLAMA_FLASH_ATTN_TYPE_DISABLED
         params.swa_full = swa_full
         params.kv_unified = n_seq > 1
-        if config.folds:
-            self._core.scope_push(scope_settings(config))
-        try:
-            with self._quiet(), self._recording() as log:
-                ctx = api.llama_init_from_model(self._model, params)
-        finally:
-            if config.folds:
-                self._core.scope_pop()
+        with scope(self._core, config), self._quiet(), self._recording() as log:
+            ctx = api.llama_init_from_model(self._model, params)
         if not ctx:
             raise ValueError(f"no context of {n_ctx} tokens could be laid out: {log.reason() or 'no reason given'}")
         try:

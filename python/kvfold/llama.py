@@ -12,6 +12,7 @@ import re
 import sys
 import warnings
 from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from .config import (
     KvConfig,
     check_setting_name,
 )
-from .dry_run import scope_settings
+from .dry_run import scope
 from .gguf_header import GgufHeader, read_gguf_header
 from .guard import check_free_memory
 from .memory import require_memory
@@ -124,6 +125,8 @@ class Llama(llama_cpp.Llama):
         kv_max_tokens: and at most, by a query and KV head, default 0, which is no bound.
         kv_min_context: sequences with fewer tokens are read whole, default 4096; with layers on a GPU all are.
         kv_layers: what each layer does, default ``auto`` (see ``kvfold.layer_modes``).
+        kv_calibration: file of ``kvfold calibrate`` for this model: its values are the defaults of ``kv_group``,
+            ``kv_lookup``, ``kv_threshold``, ``kv_min_tokens`` and ``kv_layers``.
         kv_alignment: compare every look-up with attention over everything, for ``kv.alignment()``; slow, on the CPU.
         kv_hierarchical: score summaries of 128 tokens first, then only groups of the best: ``auto`` (default, beyond
             65536 tokens), ``on``, ``off``.
@@ -170,6 +173,7 @@ class Llama(llama_cpp.Llama):
         kv_alignment: bool | None = None,
         kv_hierarchical: str | None = None,
         kv_span_pool: int | None = None,
+        kv_calibration: str | Path | None = None,
         kv_keep: float | None = None,
         kv_score: str | None = None,
         preset: str | None = None,
@@ -207,6 +211,7 @@ class Llama(llama_cpp.Llama):
             "kv_alignment": kv_alignment,
             "kv_hierarchical": kv_hierarchical,
             "kv_span_pool": kv_span_pool,
+            "kv_calibration": kv_calibration,
             "kv_keep": kv_keep,
             "kv_score": kv_score,
         }
@@ -291,17 +296,11 @@ class Llama(llama_cpp.Llama):
     def _load(self, arguments: dict[str, Any]) -> None:
         """Run upstream's constructor inside the settings' scope; turn its bare failures into reasons."""
         config = self.kv_config
-        if config is not None and config.folds:
-            _core.scope_push(scope_settings(config))
-        try:
-            with recording() as log:
-                try:
-                    super().__init__(**arguments)
-                except ValueError as error:
-                    raise _explained(error, arguments["model_path"], log) from None
-        finally:
-            if config is not None and config.folds:
-                _core.scope_pop()
+        with nullcontext() if config is None else scope(_core, config), recording() as log:
+            try:
+                super().__init__(**arguments)
+            except ValueError as error:
+                raise _explained(error, arguments["model_path"], log) from None
         self._kv_sizes = _exact(_announced_sizes(log), _core.memory_breakdown(self._ctx.ctx))
         self._fit_buffers()
         if config is not None and config.folds and _core.context_stats(self._ctx.ctx) is None:

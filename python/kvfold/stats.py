@@ -23,6 +23,7 @@ class Alignment:
         recalled: mean share.
         divergence: mean.
         largest: the largest divergence of a token.
+        read: share of the groups that look-ups of the layer saw; 0 where it chooses none itself.
     """
 
     layer: int
@@ -31,6 +32,7 @@ class Alignment:
     recalled: float
     divergence: float
     largest: float
+    read: float
 
 
 class KvStats:

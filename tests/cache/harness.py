@@ -280,8 +280,8 @@ class Context:
         """What kvfold reports about this context's cache; None when it has no kvfold cache."""
         return _core.context_stats(ctypes.cast(self.handle, ctypes.c_void_p).value)
 
-    def alignment(self) -> list[tuple[int, int, int, float, float, float]]:
-        """Layer, head, tokens, share found, mean and largest divergence."""
+    def alignment(self) -> list[tuple[int, int, int, float, float, float, float]]:
+        """Layer, head, tokens, share found, mean and largest divergence, share of the groups read."""
         return _core.alignment(ctypes.cast(self.handle, ctypes.c_void_p).value)
 
     def stats(self) -> dict[str, Any]:

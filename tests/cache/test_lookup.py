@@ -237,8 +237,9 @@ def test_alignment_is_measured_where_it_is_asked_for(looking) -> None:
     assert plain.alignment() == []
     rows = measured.alignment()
     assert [row[:3] for row in rows] == [(layer, head, 40) for layer in range(2) for head in range(9)]
-    for _, _, _, recalled, divergence, largest in rows:
+    for _, _, _, recalled, divergence, largest, read in rows:
         assert 0 < recalled < 1 and -np.log(recalled) <= divergence <= largest
+        assert read == pytest.approx(0.2, abs=0.02)
     measured.clear()
     assert {row[2] for row in measured.alignment()} == {0}
 

@@ -123,6 +123,11 @@ LAYERS: list[tuple[str, list[str]]] = [
     ("dense*2,full", ["dense", "dense", "full"]),
     ("dense,(full,reuse*2)*2", ["dense", "full", "reuse", "reuse", "full", "reuse", "reuse"]),
     ("full,reindex,reuse,window", ["full", "reindex", "reuse", "window"]),
+    (
+        "dense,(full:0.25,reuse)*2,full:.5*2",
+        ["dense", "full:0.25", "reuse", "full:0.25", "reuse", "full:0.5", "full:0.5"],
+    ),
+    ("full:1,reindex:0.125", ["full:1", "reindex:0.125"]),
 ]
 
 
@@ -133,10 +138,11 @@ def test_layer_modes(core, text: str, modes: list[str]) -> None:
 
 
 BAD_LAYERS = ["", "fulll", "full,", ",full", "full**2", "full*0", "full*x", "full*-1", "(full", "full)", "((full))"]
+BAD_LAYERS += ["full:", "full:0", "full:1.5", "full:x", "full:0.3:0.3", "full:-1", "full:..", "dense:0.3", "(full):1"]
 BAD_LAYERS += ["full reuse", "FULL", "reuse,full", "reindex", "dense,reindex,full", "window,reuse", "full*5000", "()"]
 
 
-@pytest.mark.parametrize("text", [t for t in BAD_LAYERS if t] + ["full," * 100 + "full"])
+@pytest.mark.parametrize("text", [t for t in BAD_LAYERS if t] + ["full," * 300 + "full"])
 def test_bad_layer_modes_are_refused_alike(core, text: str) -> None:
     """Here and in the runtime, which the command line tools ask."""
     for check in (layer_modes.expand, lambda t: core.check_config({"kv_type": "fp4_csa2", "layers": t})):
@@ -277,3 +283,9 @@ def test_merged_settings_go_before() -> None:
     assert base.merged(kv_type="fp4") == KvConfig("fp4", tail=64)
     with pytest.raises(ValueError, match="kv_group=3"):
         base.merged(kv_group=3)
+
+
+def test_modes_are_written_as_they_are_read() -> None:
+    for text in ("dense*2,full:0.3*10,full", "full", "full:0.25,reuse*3,window"):
+        assert layer_modes.compress(layer_modes.expand(text)) == text
+    assert layer_modes.without_shares("dense,(full:0.25,reuse)*2,full:.5*2") == "dense,(full,reuse)*2,full*2"

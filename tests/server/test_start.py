@@ -100,6 +100,7 @@ def fails(*arguments: str) -> str:
         (["--kv-type", "fp4_csa2", "--kv-layers", "reuse"], ["kv_layers", "reuse"]),
         (["--kv-type", "fp4", "--kv-threshold", "0.2"], ["kv_threshold", "fp4_csa2"]),
         (["--kv-type", "fp4_csa2", "--kv-sinks", "-1"], ["sinks", "-1"]),
+        (["--kv-type", "fp4_csa2", "--kv-calibration", "missing.gguf"], ["kv_calibration", "missing.gguf"]),
         (["--kv-type", "fp4_csa2_ced", "--kv-keep", "1.2"], ["kv_keep", "1.2"]),
         (["--kv-type", "fp4_csa2_ced", "--kv-score", "entropy"], ["kv_score", "entropy", "keydiff"]),
         (["--kv-type", "fp4_csa2", "--kv-keep", "0.5"], ["kv_keep", "fp4_csa2_ced"]),

@@ -56,7 +56,18 @@ enum kvfold_hierarchical {
     KVFOLD_HIERARCHICAL_OFF  = 2,
 };
 
-#define KVFOLD_LAYERS_SIZE 256
+#define KVFOLD_LAYERS_SIZE 1024
+
+/* What `kvfold calibrate` has found for a model: defaults of look-ups, which explicit settings go before. */
+struct kvfold_calibration {
+    uint64_t model; /* kvfold_model_fingerprint() of the model, which no other may use; 0: there is no calibration */
+    int32_t  group;
+    float    lookup_min;
+    float    lookup_max;
+    float    threshold;
+    int32_t  min_tokens;
+    char     layers[KVFOLD_LAYERS_SIZE];
+};
 
 struct kvfold_config {
     enum kvfold_type     type;
@@ -75,8 +86,9 @@ struct kvfold_config {
     char    layers[KVFOLD_LAYERS_SIZE]; /* what each layer does, see kvfold_config_set; empty: auto */
     bool
         alignment; /* compare every look-up with attention over everything, see kvfold_get_alignment; slow, on the CPU */
-    enum kvfold_hierarchical hierarchical;
-    int32_t                  span_pool; /* groups that are left to choose from, 1 .. 262144; 0: 16384 */
+    enum kvfold_hierarchical  hierarchical;
+    int32_t                   span_pool;   /* groups that are left to choose from, 1 .. 262144; 0: 16384 */
+    struct kvfold_calibration calibration; /* takes the place of the defaults of group, look-up and layers */
 
     /* Eviction (fp4_csa2_ced): the cache has room for a part of n_ctx; when it is full, whole groups of tokens that matter
      * least are dropped. A sequence never keeps less than `keep` of its tokens. */
@@ -118,6 +130,7 @@ struct kvfold_alignment {
     double   recalled;   /* mean share */
     double   divergence; /* mean */
     double   largest;    /* divergence */
+    double   read;       /* share of the groups that look-ups of the layer saw; 0 where it chooses none itself */
 };
 
 KVFOLD_API const char * kvfold_version(void);
@@ -139,7 +152,8 @@ KVFOLD_API struct kvfold_config kvfold_config_default(enum kvfold_type type);
 
 /* Sets one field from text. Keys, all also with "kv_" before: "type", "group", "tail", "sinks", "swa_type",
  * "lookup" ("0.2" or "0.1,0.2"), "threshold", "min_tokens", "max_tokens", "min_context", "layers", "alignment" ("true" or
- * "false"), "hierarchical" ("auto", "on" or "off"), "span_pool", "keep", "score" ("keydiff+attn").
+ * "false"), "calibration" (path of a file of `kvfold calibrate`, which is read at once), "hierarchical" ("auto", "on" or
+ * "off"), "span_pool", "keep", "score" ("keydiff+attn").
  *
  * "layers" is "auto", or a list of modes for the layers that keep the whole context, such as "dense*2,full*10,reuse":
  *   dense    reads everything
@@ -147,15 +161,19 @@ KVFOLD_API struct kvfold_config kvfold_config_default(enum kvfold_type type);
  *   reuse    reads what the last full or reindex layer chose
  *   reindex  chooses among the best 16384 tokens of the last full layer
  *   window   reads exact rows only
- * mode*N stands for N layers, (...)*N repeats a list, and the last entry goes on to the last layer. auto is full, but
- * dense in the first two layers of the model. */
+ * full and reindex may have a share of their own, which takes the place of the largest one of "lookup": full:0.3.
+ * mode*N stands for N layers, (...)*N repeats a list, and the last entry goes on to the last layer. auto is what a
+ * calibration says; without one full, but dense in the first two layers of the model. */
 KVFOLD_API bool kvfold_config_set(struct kvfold_config * config, const char * key, const char * value);
 
 /* Whether the configuration makes sense by itself. */
 KVFOLD_API bool kvfold_config_check(const struct kvfold_config * config);
 
-/* Whether a model can use it (head size, architecture). */
+/* Whether a model can use it (head size, architecture, calibration). */
 KVFOLD_API bool kvfold_model_check(const struct kvfold_config * config, const struct llama_model * model);
+
+/* A number that two models share only by being the same model; never 0. */
+KVFOLD_API uint64_t kvfold_model_fingerprint(const struct llama_model * model);
 
 KVFOLD_API bool kvfold_scope_push(const struct kvfold_config * config);
 KVFOLD_API void kvfold_scope_pop(void);

@@ -90,7 +90,14 @@ def add_kv_options(parser: argparse.ArgumentParser, default: str | None) -> None
         help="fp4_csa2: shorter sequences are read whole (default: 4096, on a GPU all)",
     )
     group.add_argument(
-        "--kv-layers", metavar="MODES", help="fp4_csa2: auto, or what each layer does, as dense*2,full (default: auto)"
+        "--kv-layers",
+        metavar="MODES",
+        help="fp4_csa2: auto, or what each layer does, as dense*2,full:0.3,full (default: auto)",
+    )
+    group.add_argument(
+        "--kv-calibration",
+        metavar="FILE",
+        help="fp4_csa2...: what 'kvfold calibrate' found for this model, as defaults of the options above",
     )
     group.add_argument(
         "--kv-hierarchical",
