@@ -7,7 +7,7 @@ distribution to that of exact, dense attention, the ratio of perplexities, and t
 that was read.
 
     sparse_quality.py study MODEL_F32.gguf TEXT --windows 2 --prefix 3840 --rules budget
-    sparse_quality.py runtime MODEL_F32.gguf TEXT --bin DIR [--sets budget group ...]
+    sparse_quality.py runtime MODEL_F32.gguf TEXT --bin DIR [--sets budget group ...] [--calibration FILE]
     sparse_quality.py after MODEL_F32.gguf TEXT --prefix 3840 --tokens 256 [--sets spans ...]
     sparse_quality.py needle MODEL.gguf TEXT --lengths 4096 16384 [--json FILE]
 
@@ -558,9 +558,10 @@ def runtime(options: argparse.Namespace) -> None:
         base = Path(folder) / "f16"
         perplexity(options, base, "-b", "256", "-ub", "256")
         print("| settings | " + " | ".join(NUMBERS) + " | seconds |\n|---|" + "---|" * (len(NUMBERS) + 1), flush=True)
-        for settings in (s for name in options.sets for s in RUNTIME_SETS[name]):
+        calibrated = [{"calibration": str(options.calibration)}] if options.calibration else []
+        for settings in [s for name in options.sets for s in RUNTIME_SETS[name]] + calibrated:
             flags = ["--kv-type", settings.get("type", "fp4_csa2")]
-            if "lookup" in settings:
+            if "lookup" in settings or "calibration" in settings:
                 flags += ["--kv-min-context", "512"]
             for name, value in settings.items():
                 if name != "type":
@@ -696,6 +697,7 @@ def main() -> None:
     other.add_argument("--bin", type=Path, required=True, help="folder of llama-perplexity")
     other.add_argument("--context", type=int, default=4096)
     other.add_argument("--threads", type=int, default=2)
+    other.add_argument("--calibration", type=Path, help="a file of `kvfold calibrate`, as a last setting")
     other.add_argument("--sets", nargs="+", default=list(RUNTIME_SETS), choices=list(RUNTIME_SETS))
     other.set_defaults(run=runtime)
     behind = commands.add_parser("after")

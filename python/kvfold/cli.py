@@ -12,7 +12,7 @@ from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 from . import __version__
-from .commands import bench, doctor, plan, verify
+from .commands import bench, calibrate, doctor, plan, verify
 from .commands.options import MODEL_HELP, add_kv_options, kv_settings, positive
 from .config import KvConfig
 from .devices import gpus
@@ -328,7 +328,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_preset_option(sub)
     sub.set_defaults(action=_serve)
 
-    for command in (plan, bench, verify, doctor):
+    for command in (plan, bench, verify, calibrate, doctor):
         command.add(commands)
     return parser
 

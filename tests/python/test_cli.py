@@ -37,7 +37,7 @@ def test_version(environment: dict[str, str]) -> None:
     assert result.returncode == 0
 
 
-@pytest.mark.parametrize("command", ["pull", "demo", "run", "serve", "plan", "verify", "bench", "doctor"])
+@pytest.mark.parametrize("command", ["pull", "demo", "run", "serve", "plan", "verify", "bench", "calibrate", "doctor"])
 def test_help(environment: dict[str, str], command: str) -> None:
     result = run(environment, command, "--help")
     assert result.returncode == 0

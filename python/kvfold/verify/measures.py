@@ -173,7 +173,7 @@ class Haystack:
             for every fact: depth (0 to 1), whether it is found, and the mean loss of its answer's tokens (nats).
         """
         first = self.first
-        rows = np.concatenate([r for _, r in extend(llm, self.tokens[first:], first, first, singly=True)])
+        rows = np.concatenate([r for _, r in extend(llm, self.tokens[first:], first, first, step=1)])
         return [
             ((i + 0.5) / len(self.answers), *_answered(rows, self.tokens, span, first))
             for i, span in enumerate(self.answers)
@@ -238,7 +238,7 @@ def measure_alignment(setup: Setup, text: str, n_ctx: int, length: int, progress
         tokens = tokenize(llm, text)[:n_ctx]
         first = max(len(tokens) - length, 0)
         with progress.task(f"alignment over {len(tokens) - first} tokens", len(tokens) - first) as advance:
-            for _ in distributions(llm, tokens, first, singly=True):
+            for _ in distributions(llm, tokens, first, step=1):
                 advance(1)
         rows = [row for row in llm.kv.alignment() if row.tokens]
     finally:

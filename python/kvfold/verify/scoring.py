@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,16 @@ Rows = npt.NDArray[np.float32]
 MICRO_BATCH = 128
 
 REFERENCE = KvConfig("f16")
+
+
+class Evaluator(Protocol):
+    """What evaluates tokens: a ``Llama``, or something with its context, batch and vocabulary."""
+
+    _ctx: Any
+    _batch: Any
+
+    def n_vocab(self) -> int:
+        """Size of the vocabulary."""
 
 
 def open_model(path: Path, config: KvConfig, n_ctx: int, n_threads: int | None, n_gpu_layers: int) -> Llama:
@@ -43,7 +53,7 @@ def open_model(path: Path, config: KvConfig, n_ctx: int, n_threads: int | None, 
 
 
 def distributions(
-    llm: Llama, tokens: Sequence[int], first: int = 0, *, singly: bool = False
+    llm: Llama, tokens: Sequence[int], first: int = 0, *, step: int = MICRO_BATCH
 ) -> Iterator[tuple[int, Rows]]:
     """Evaluate tokens from the start of the context; yields log-probabilities after each of them.
 
@@ -51,18 +61,19 @@ def distributions(
         llm: a model; its cache is cleared first.
         tokens: at most as many as the context has.
         first: positions before this one are evaluated without their distributions.
-        singly: from ``first`` on one token at a time, as a reply comes: only then look-up chooses what is read.
+        step: from ``first`` on so many tokens at a time. Look-up chooses what is read for up to 16; 1 is as a reply
+            comes.
 
     Yields:
         position of the first row, and rows ``[n, n_vocab]``, f32: log-probability of each next token.
     """
     llm.reset()
     llm._ctx.kv_cache_clear()
-    yield from extend(llm, tokens, 0, first, singly=singly)
+    yield from extend(llm, tokens, 0, first, step=step)
 
 
 def extend(
-    llm: Llama, tokens: Sequence[int], position: int, first: int, *, singly: bool = False
+    llm: Evaluator, tokens: Sequence[int], position: int, first: int, *, step: int = MICRO_BATCH
 ) -> Iterator[tuple[int, Rows]]:
     """As ``distributions``, for ``tokens`` that follow ``position`` tokens in the cache."""
     n_vocab = llm.n_vocab()
@@ -71,7 +82,7 @@ def extend(
         at = position + done
         # Up to `first` no distribution is asked for: a micro-batch does not straddle it.
         wanted = at >= first
-        stop = min(done + (1 if singly and wanted else MICRO_BATCH), len(tokens))
+        stop = min(done + (step if wanted else MICRO_BATCH), len(tokens))
         if not wanted:
             stop = min(stop, done + first - at)
         piece = list(tokens[done:stop])
