@@ -3,6 +3,8 @@
 #include <pybind11/stl.h>
 
 #include "bindings/op_arguments.h"
+#include "ops/kv_receive.h"
+#include "ops/kv_sample.h"
 #include "ops/kv_score.h"
 
 namespace kvfold {
@@ -55,6 +57,87 @@ void observe(const py::array & q, const py::array & queries, int rotation, int n
     run(n_threads, kv_observe_scratch(a, n_threads), [&a](const Threads & t) { kv_observe(a, t); });
 }
 
+// Samples f16 [1 + rows, n_head, head_dim] of a rule; NumPy names it by the score that it is for.
+SampledScore sampled_score(const std::string & name) {
+    if (name == "last" || name == "windows") {
+        return name == "last" ? SampledScore::last : SampledScore::windows;
+    }
+    throw py::value_error("score: '" + name + "' is neither 'last' nor 'windows'");
+}
+
+void sample(const py::array & q, const py::array & samples, const std::string & score, int rotation, int n_threads) {
+    require_threads(n_threads);
+    SampleArgs a{};
+    a.q              = static_cast<const float *>(require("q", q, Element::f32, {kAny, kAny, kAny}));
+    a.q_stride_query = q.shape(1) * q.shape(2);
+    a.q_stride_head  = q.shape(2);
+    a.n_q            = int32_t(q.shape(0));
+    a.n_head         = int32_t(q.shape(1));
+    a.head_dim       = int32_t(q.shape(2));
+    a.rot            = require_rotation({rotation, 0}, a.head_dim).k;
+    a.rule           = sample_rule(sampled_score(score));
+    a.samples        = static_cast<uint16_t *>(
+        require_writable("samples", samples, Element::f16, {1 + a.rule.rows, a.n_head, a.head_dim}));
+    run(n_threads, 0, [&a](const Threads & t) { kv_sample(a, t); });
+}
+
+py::array_t<float> sampled(const py::array & far_k, const py::array & far_v, const py::array & side,
+                           const py::array & near_k, const py::array & near_v, const py::array & cell_src,
+                           const py::array & age, const py::array & samples, const std::string & score, int group,
+                           float scale, float softcap, int n_threads) {
+    require_threads(n_threads);
+    SampledArgs a{};
+    a.mem                 = layer_memory({far_k, far_v, side, near_k, near_v, group}, false);
+    a.score               = sampled_score(score);
+    const auto *    src   = static_cast<const int32_t *>(require("cell_src", cell_src, Element::i32, {a.mem.n_cells}));
+    const CellLists lists = cell_lists(src, a.mem.n_cells);
+    a.far_bits            = lists.far_bits.data();
+    a.age                 = static_cast<const int32_t *>(require("age", age, Element::i32, {a.mem.n_cells}));
+    a.n_kv                = a.mem.n_cells;
+    a.samples             = static_cast<const uint16_t *>(
+        require("samples", samples, Element::f16, {1 + sample_rule(a.score).rows, kAny, a.mem.head_dim}));
+    a.n_head  = int32_t(samples.shape(1));
+    a.scale   = scale;
+    a.softcap = softcap;
+    if (a.n_head < 1 || a.n_head % a.mem.n_head_kv != 0) {
+        throw py::value_error("samples: " + std::to_string(a.n_head) + " heads are no multiple of " +
+                              std::to_string(a.mem.n_head_kv));
+    }
+    py::array_t<float> out({py::ssize_t(a.n_kv)});
+    a.scores = out.mutable_data();
+    run(n_threads, kv_sampled_scratch(a, n_threads), [&a](const Threads & t) { kv_sampled(a, t); });
+    return out;
+}
+
+py::array receive(const py::array & far_k, const py::array & far_v, const py::array & side, const py::array & near_k,
+                  const py::array & near_v, const py::array & cur_k, const py::array & cur_v,
+                  const py::array & cell_src, const py::array & q, const std::optional<py::array> & mask,
+                  const std::optional<py::array> & sinks, const std::optional<py::array> & dropped, int group,
+                  float scale, float softcap, const RotationSizes & rotation, int n_threads) {
+    require_threads(n_threads);
+    const LayerMemory mem = layer_memory({far_k, far_v, side, near_k, near_v, group}, false);
+    CellLists         lists;
+    const AttendArgs  attend = attend_arguments(mem, current_rows(cur_k, cur_v, mem.n_head_kv, mem.head_dim),
+                                                {cell_src, q, mask, sinks, scale, softcap, rotation}, lists);
+    if (dropped) {
+        const auto * flags = static_cast<const uint8_t *>(require("dropped", *dropped, Element::u8, {attend.n_kv}));
+        std::vector<uint32_t> bits(lists.far_bits.size(), 0);
+        for (int32_t c = 0; c < attend.n_kv; ++c) {
+            bits[size_t(c) / 32] |= uint32_t(flags[c] != 0) << (c % 32);
+        }
+        py::array_t<double> sums({py::ssize_t(attend.n_head), py::ssize_t(sizeof(Alignment) / sizeof(double))});
+        std::fill_n(sums.mutable_data(), sums.size(), 0.0);
+        const LoseArgs a{attend, bits.data(), reinterpret_cast<Alignment *>(sums.mutable_data())};
+        run(n_threads, kv_lose_scratch(a, n_threads), [&a](const Threads & t) { kv_lose(a, t); });
+        return sums;
+    }
+    py::array_t<float> out({py::ssize_t(attend.n_kv)});
+    std::fill_n(out.mutable_data(), attend.n_kv, 0.0f);
+    const ReceiveArgs a{attend, out.mutable_data()};
+    run(n_threads, kv_receive_scratch(a, n_threads), [&a](const Threads & t) { kv_receive(a, t); });
+    return out;
+}
+
 }  // namespace
 
 void register_score(py::module_ & m);
@@ -72,6 +155,34 @@ queries          float32 [1 + 2 * n_head * head_dim]: statistics made by kv_obse
 before           float32 [3, n_cells]: scores of earlier layers, added
 
 Returns float32 [3, n_cells]: novelty, size and attention of each cell, 0 for cells that are not far.
+ValueError: an array of another type or shape.)");
+    m.def("kv_receive", &receive, arg("far_k"), arg("far_v"), arg("side"), arg("near_k"), arg("near_v"), arg("cur_k"),
+          arg("cur_v"), arg("cell_src"), arg("q"), arg("mask") = py::none(), arg("sinks") = py::none(),
+          arg("dropped") = py::none(), py::kw_only(), arg("group"), arg("scale"), arg("softcap") = 0.0f,
+          arg("rotation") = RotationSizes(0, 0), arg("n_threads") = 1,
+          R"(How much attention far cells get from any query, at most; arguments as of kv_attend.
+
+dropped  uint8 [n_kv]: far cells that are left out; None: none
+
+Returns float32 [n_kv]: the largest softmax weight of the cell over queries and heads, 0 for cells that are not far. With
+`dropped` (kv_lose) float64 [n_head, 4] as of kv_align: how much of the attention would be left without those cells.)");
+    m.def(
+        "kv_sample", &sample, arg("q"), arg("samples"), py::kw_only(), arg("score"), arg("rotation") = 0,
+        arg("n_threads") = 1,
+        R"(Keep some of the queries float32 [n_q, n_head, head_dim] in samples float16 [1 + n, n_head, head_dim], in place.
+
+score  'last' (n = 32) or 'windows' (n = 48): what they are for
+ValueError: an array of another type or shape.)");
+    m.def("kv_sampled", &sampled, arg("far_k"), arg("far_v"), arg("side"), arg("near_k"), arg("near_v"),
+          arg("cell_src"), arg("age"), arg("samples"), py::kw_only(), arg("score"), arg("group"), arg("scale") = 1.0f,
+          arg("softcap") = 0.0f, arg("n_threads") = 1,
+          R"(Score far tokens for eviction by the attention that sampled queries give them.
+
+far_k .. cell_src  as for kv_score
+age                int32 [n_cells]: tokens since; a query sees cells as old as itself
+samples, score     as from kv_sample
+
+Returns float32 [n_cells], 0 for cells that are not far.
 ValueError: an array of another type or shape.)");
     m.def("kv_observe", &observe, arg("q"), arg("queries"), py::kw_only(), arg("rotation") = 0, arg("n_threads") = 1,
           R"(Add queries float32 [n_q, n_head, head_dim] to statistics float32 [1 + 2 * n_head * head_dim], in place.

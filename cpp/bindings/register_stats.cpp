@@ -1,5 +1,6 @@
 // What a context's cache holds.
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include <cstdint>
 #include <vector>
@@ -128,6 +129,50 @@ void register_stats(py::module_ & m) {
         },
         py::arg("ctx"), py::arg("seq"), py::arg("start"), py::arg("stop"),
         "Never evicts positions start to stop - 1 of a sequence; an empty range forgets its pins. Raises ValueError.");
+    m.def(
+        "compact_alignment",
+        [](uintptr_t ctx, int32_t seq, const std::vector<int32_t> & tokens, float keep) {
+            std::vector<kvfold_part_alignment> rows;
+            bool                               done = false;
+            {
+                const py::gil_scoped_release release;
+                const auto                   sink = [](const kvfold_part_alignment * row, void * to) {
+                    static_cast<std::vector<kvfold_part_alignment> *>(to)->push_back(*row);
+                };
+                done = kvfold_compact_alignment(to_context(ctx), seq, tokens.data(), tokens.size(), keep, sink, &rows);
+            }
+            if (!done) {
+                throw py::value_error(kvfold_last_error());
+            }
+            py::list list;
+            for (const auto & row : rows) {
+                list.append(py::make_tuple(row.layer, row.start, row.stop, row.recalled, row.divergence, row.largest));
+            }
+            return list;
+        },
+        py::arg("ctx"), py::arg("seq"), py::arg("tokens"), py::arg("keep"),
+        "What compact with these arguments would miss: for every part of the text and layer a tuple of layer, first "
+        "position,\n"
+        "position behind the last, mean share of the attention that stays, mean and largest divergence. Raises "
+        "ValueError.");
+    m.def(
+        "compact",
+        [](uintptr_t ctx, int32_t seq, const std::vector<int32_t> & tokens, float keep) {
+            int32_t dropped = 0;
+            {
+                const py::gil_scoped_release release;
+                dropped = kvfold_compact(to_context(ctx), seq, tokens.data(), tokens.size(), keep);
+            }
+            if (dropped < 0) {
+                throw py::value_error(kvfold_last_error());
+            }
+            return dropped;
+        },
+        py::arg("ctx"), py::arg("seq"), py::arg("tokens"), py::arg("keep"),
+        "Reads the tokens, which the sequence holds, a second time and drops those groups that they do not need, down "
+        "to "
+        "a share.\n"
+        "Returns the number of dropped tokens. ValueError: why not.");
 }
 
 }  // namespace kvfold

@@ -199,10 +199,8 @@ const char * eviction_setting(const kvfold_config & c) {
 const struct {
     const char * name;
     uint32_t     flag;
-} k_scores[] = {{"keydiff", KVFOLD_SCORE_KEYDIFF},
-                {"vnorm", KVFOLD_SCORE_VNORM},
-                {"attn", KVFOLD_SCORE_ATTN},
-                {"recent", KVFOLD_SCORE_RECENT}};
+} k_scores[] = {{"keydiff", KVFOLD_SCORE_KEYDIFF}, {"vnorm", KVFOLD_SCORE_VNORM},   {"attn", KVFOLD_SCORE_ATTN},
+                {"recent", KVFOLD_SCORE_RECENT},   {"snapkv", KVFOLD_SCORE_SNAPKV}, {"entropy", KVFOLD_SCORE_ENTROPY}};
 
 // "keydiff" or "keydiff+attn"
 bool parse_score(const char * value, uint32_t & score) {
@@ -214,10 +212,9 @@ bool parse_score(const char * value, uint32_t & score) {
             flag = std::string(at, length) == known.name ? known.flag : flag;
         }
         if (flag == 0 || (score & flag) != 0) {
-            return fail(
-                message("kv_score '%s' is unknown; possible: keydiff, vnorm, attn, recent, or several of them as "
-                        "in keydiff+attn",
-                        value));
+            return fail(message("kv_score '%s' is unknown; possible: keydiff, vnorm, attn, recent, snapkv, entropy, or "
+                                "several of them as in keydiff+attn",
+                                value));
         }
         score |= flag;
         if (at[length] == '\0') {

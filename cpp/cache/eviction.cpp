@@ -5,13 +5,12 @@
 #include <numeric>
 
 #include "cache/config.h"
-#include "ops/kv_score.h"
 
 namespace kvfold {
 
 namespace {
 
-constexpr uint32_t kWindow = 512;
+constexpr uint32_t kYoungTokens = 512;
 
 uint32_t share_of(const kvfold_config & config, uint32_t n_ctx) {
     return uint32_t(std::ceil(double(config.keep) * double(n_ctx)));
@@ -30,7 +29,7 @@ uint32_t stored_tokens(const kvfold_config & config, uint32_t n_ctx, uint32_t n_
 }
 
 uint32_t young_tokens(const kvfold_config & config, uint32_t n_ctx, uint32_t n_seq_max) {
-    const uint32_t window = std::min(kWindow, share_of(config, n_ctx) / (4 * n_seq_max));
+    const uint32_t window = std::min(kYoungTokens, share_of(config, n_ctx) / (4 * n_seq_max));
     return std::max(window, uint32_t(config.tail + config.group));
 }
 
@@ -111,7 +110,9 @@ std::vector<uint32_t> order_by_score(const std::vector<uint32_t> & groups, const
     const struct {
         uint32_t flag;
         int      row;
-    } rows[] = {{KVFOLD_SCORE_KEYDIFF, kNovelty}, {KVFOLD_SCORE_VNORM, kSize}, {KVFOLD_SCORE_ATTN, kAttention}};
+    } rows[] = {{KVFOLD_SCORE_KEYDIFF, kNovelty},      {KVFOLD_SCORE_VNORM, kSize},
+                {KVFOLD_SCORE_ATTN, kAttention},       {KVFOLD_SCORE_RECONSTRUCT, kReceived},
+                {KVFOLD_SCORE_SNAPKV, kLastAttention}, {KVFOLD_SCORE_ENTROPY, kWindowAttention}};
 
     const size_t        n = groups.size();
     std::vector<size_t> rank_sum(n, 0), order(n);
@@ -197,6 +198,15 @@ uint32_t evict(llama_kv_cells & cells, const EvictionRules & rules, uint32_t g, 
 }
 
 }  // namespace
+
+uint32_t thin_out(llama_kv_cells & cells, const EvictionRules & rules, const std::vector<uint32_t> & groups) {
+    std::vector<int64_t> allowed = allowances(cells, rules, {});
+    uint32_t             n       = 0;
+    for (const uint32_t g : groups) {
+        n += evict(cells, rules, g, allowed);
+    }
+    return n;
+}
 
 std::vector<uint32_t> make_room(llama_kv_cells & cells, const EvictionRules & rules,
                                 const std::vector<uint32_t> & groups, uint32_t hint,

@@ -16,6 +16,8 @@
 #include "cache/near_pool.h"
 #include "kvfold/kvfold.h"
 #include "llama-kv-cells.h"
+#include "ops/kv_sample.h"
+#include "ops/kv_score.h"
 
 namespace kvfold {
 
@@ -53,9 +55,25 @@ std::vector<uint32_t> evictable_groups(const llama_kv_cells & cells, const NearP
                                        const EvictionRules & rules);
 
 // Sorts groups by a score (kvfold_score, several: by the sum of the ranks), the lowest first; of equals, the older first.
-// `groups` come by age; `scores` is [kScoreKinds][n_cells]. A group's score is that of its best token.
+// `groups` come by age; `scores` is [kScoreRows][n_cells], ScoreKind and MoreScores, of which those that are asked for are read.
+// A group's score is that of its best token.
 std::vector<uint32_t> order_by_score(const std::vector<uint32_t> & groups, const llama_kv_cells & cells, uint32_t group,
                                      uint32_t kinds, const std::vector<float> & scores);
+
+// Scores that order_by_score() knows beside those of ScoreKind.
+enum MoreScores : int { kReceived = kScoreKinds, kLastAttention, kWindowAttention, kScoreRows };
+
+// Those that are made from queries that were kept.
+struct SampledKind {
+    uint32_t     flag;  // kvfold_score
+    SampledScore score;
+    MoreScores   row;
+};
+constexpr SampledKind kSampledKinds[] = {{KVFOLD_SCORE_SNAPKV, SampledScore::last, kLastAttention},
+                                         {KVFOLD_SCORE_ENTROPY, SampledScore::windows, kWindowAttention}};
+
+// Evicts from `groups`, in their order, what the rules allow. Returns the number of tokens.
+uint32_t thin_out(llama_kv_cells & cells, const EvictionRules & rules, const std::vector<uint32_t> & groups);
 
 // Makes room for a micro-batch by evicting from `groups`, in their order. Returns its cells, empty when there is no room, and
 // adds up in `evicted` what it has removed from `cells`.

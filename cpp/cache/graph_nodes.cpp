@@ -26,7 +26,7 @@ class PlanInput : public llm_graph_input_i {
         : n_kv(n_kv), layout_(plan_layout(plan_words(n_kv), cache->near.n_rows(), n_tokens, cache->config.group,
                                           cache->spans.size())),
           cache_(cache), n_tokens_(n_tokens), sparse_(cache->plan.sparse), needs_mask_(cache->plan.needs_mask),
-          fused_rotation_(cache->fused_rotation) {
+          fused_rotation_(cache->fused_rotation), second_pass_(cache->second_pass) {
         GGML_ASSERT(layout_.exact % 2 == 0);  // plan_words()
         words = ggml_new_tensor_1d(ctx, GGML_TYPE_I32, layout_.size);
         ggml_set_input(words);
@@ -64,7 +64,8 @@ class PlanInput : public llm_graph_input_i {
         const UbatchPlan & plan = cache_->plan;
         return int64_t(params.ubatch.n_tokens) == n_tokens_ &&
                int64_t(plan.far_bits.size()) == layout_.ready - layout_.far && plan.sparse == sparse_ &&
-               plan.needs_mask == needs_mask_ && cache_->fused_rotation == fused_rotation_;
+               plan.needs_mask == needs_mask_ && cache_->fused_rotation == fused_rotation_ &&
+               cache_->second_pass == second_pass_;
     }
 
     const kvfold_cache * cache() const { return cache_; }
@@ -84,6 +85,7 @@ class PlanInput : public llm_graph_input_i {
     const bool           sparse_;
     const bool           needs_mask_;
     const bool           fused_rotation_;
+    const uint32_t       second_pass_;
     std::vector<int32_t> values_;
 };
 
@@ -149,10 +151,11 @@ ggml_tensor * select_node(ggml_context * ctx, const NodeSpec & spec, ggml_tensor
     return t;
 }
 
-// A layer's measurement of what `attend`, which has a selection, leaves out.
-ggml_tensor * align_node(ggml_context * ctx, const NodeSpec & spec, const ggml_tensor * attend) {
-    ggml_tensor * t = ggml_view_tensor(ctx, spec.layer.align);
-    make_custom(t, NodeOp::align, spec, {});
+// A node that looks at an attention from beside, and has its sources: what it leaves out (align), what it gives (receive).
+ggml_tensor * beside_attend(ggml_context * ctx, NodeOp op, const NodeSpec & spec, const ggml_tensor * attend,
+                            ggml_tensor * result) {
+    ggml_tensor * t = ggml_view_tensor(ctx, result);
+    make_custom(t, op, spec, {});
     std::copy(std::begin(attend->src), std::end(attend->src), t->src);
     return t;
 }
@@ -182,6 +185,24 @@ ggml_tensor * score_node(ggml_context * ctx, const NodeSpec & spec, ggml_tensor 
     ggml_tensor *      t = room != nullptr ? ggml_view_2d(ctx, room, n_cells, kScoreKinds, n_cells * sizeof(float), 0)
                                            : ggml_new_tensor_2d(ctx, GGML_TYPE_F32, n_cells, kScoreKinds);
     make_custom(t, NodeOp::score, spec, {layer.far_k, layer.far_v, layer.tier, cells, layer.queries, before});
+    return t;
+}
+
+// A sampled score, as a node's budget.
+LookupBudget sample_spec(SampledScore score) { return {0.0f, 0.0f, 0.0f, int32_t(score)}; }
+
+ggml_tensor * sampled_node(ggml_context * ctx, const NodeSpec & spec, ggml_tensor * cells, ggml_tensor * ages,
+                           ggml_tensor * samples, ggml_tensor * before) {
+    const CacheLayer & layer = spec.layer;
+    ggml_tensor *      t     = before != nullptr ? ggml_view_tensor(ctx, before)  // sums are made in place
+                                                 : ggml_new_tensor_1d(ctx, GGML_TYPE_F32, ages->ne[0]);
+    make_custom(t, NodeOp::sampled, spec, {layer.far_k, layer.far_v, layer.tier, cells, ages, samples, before});
+    return t;
+}
+
+ggml_tensor * sample_node(ggml_context * ctx, const NodeSpec & spec, ggml_tensor * q, ggml_tensor * samples) {
+    ggml_tensor * t = ggml_view_tensor(ctx, samples);
+    make_custom(t, NodeOp::sample, spec, {q, samples});
     return t;
 }
 
@@ -307,6 +328,8 @@ std::vector<float> score_on_device(const std::vector<const CacheLayer *> & layer
     return scores;
 }
 
+size_t index_of(SampledScore score) { return score == kSampledKinds[0].score ? 0 : 1; }
+
 }  // namespace
 
 std::vector<float> run_score(const std::vector<CacheLayer> & layers, int32_t group,
@@ -331,6 +354,38 @@ std::vector<float> run_score(const std::vector<CacheLayer> & layers, int32_t gro
         std::transform(sum.begin(), sum.end(), scores.begin(), sum.begin(), std::plus<float>());
     }
     return sum;
+}
+
+std::vector<float> run_sampled(const std::vector<CacheLayer> & layers, int32_t group, SampledScore score,
+                               const std::vector<uint32_t> & far_bits, const std::vector<int32_t> & ages) {
+    const ggml_backend_ptr backend = backend_of(layers[0]);
+    if (!backend) {
+        return {};
+    }
+    const size_t     n_tensors = 10 * layers.size() + 8;  // sources of all nodes are counted too
+    ggml_context_ptr ctx(
+        ggml_init({ggml_tensor_overhead() * n_tensors + ggml_graph_overhead_custom(n_tensors, false), nullptr, true}));
+    ggml_tensor * cells = ggml_new_tensor_1d(ctx.get(), GGML_TYPE_I32, int64_t(far_bits.size()));
+    ggml_tensor * age   = ggml_new_tensor_1d(ctx.get(), GGML_TYPE_I32, int64_t(ages.size()));
+    ggml_cgraph * gf    = ggml_new_graph_custom(ctx.get(), n_tensors, false);
+    ggml_tensor * sum   = nullptr;
+    for (const CacheLayer & layer : layers) {
+        const NodeSpec spec = {layer, group, {}, layer.scale, layer.softcap, sample_spec(score)};
+        sum                 = sampled_node(ctx.get(), spec, cells, age, layer.samples[index_of(score)], sum);
+        ggml_build_forward_expand(gf, sum);
+    }
+    const ggml_backend_buffer_ptr buffer(ggml_backend_alloc_ctx_tensors(ctx.get(), backend.get()));
+    if (!buffer) {
+        return {};
+    }
+    ggml_backend_tensor_set(cells, far_bits.data(), 0, ggml_nbytes(cells));
+    ggml_backend_tensor_set(age, ages.data(), 0, ggml_nbytes(age));
+    if (ggml_backend_graph_compute(backend.get(), gf) != GGML_STATUS_SUCCESS) {
+        return {};
+    }
+    std::vector<float> scores(ages.size());
+    ggml_backend_tensor_get(sum, scores.data(), 0, ggml_nbytes(sum));
+    return scores;
 }
 
 bool run_fold(const CacheLayer & layer, int32_t group, const std::vector<int32_t> & entries, int32_t n_groups,
@@ -460,16 +515,30 @@ ggml_tensor * kvfold_build_attn(const llm_graph_context & g, ggml_tensor * q, gg
     // than its work. (Many tokens' rows would have to be kept for that.)
     const bool at_the_end = cache->fused_rotation && cache->one_device;
 
-    if (layer.queries != nullptr && il == layer.il) {
-        layer.scale           = kq_scale;
-        layer.softcap         = softcap;
-        ggml_tensor * observe = kvfold::observe_node(g.ctx0, spec, at_the_end, q);
-        ggml_format_name(observe, "kvfold_observe-%d", il);
-        kvfold::keep_with_cache(g, layer, observe);
-        if (at_the_end) {
-            input.commits.push_back(observe);
-        } else {
-            ggml_build_forward_expand(g.gf, observe);
+    const auto add = [&](ggml_tensor * node, const char * what) {
+        ggml_format_name(node, "kvfold_%s-%d", what, il);
+        kvfold::keep_with_cache(g, layer, node);
+        ggml_build_forward_expand(g.gf, node);
+    };
+    if (il == layer.il && cache->second_pass == 0) {
+        layer.scale   = kq_scale;
+        layer.softcap = softcap;
+        if (layer.queries != nullptr) {
+            ggml_tensor * observe = kvfold::observe_node(g.ctx0, spec, at_the_end, q);
+            if (at_the_end) {
+                ggml_format_name(observe, "kvfold_observe-%d", il);
+                kvfold::keep_with_cache(g, layer, observe);
+                input.commits.push_back(observe);
+            } else {
+                add(observe, "observe");
+            }
+        }
+        for (const auto & kind : kvfold::kSampledKinds) {
+            if (ggml_tensor * samples = layer.samples[kvfold::index_of(kind.score)]) {
+                kvfold::NodeSpec with = spec;
+                with.budget           = kvfold::sample_spec(kind.score);
+                add(kvfold::sample_node(g.ctx0, with, q, samples), "sample");
+            }
         }
     }
 
@@ -479,15 +548,19 @@ ggml_tensor * kvfold_build_attn(const llm_graph_context & g, ggml_tensor * q, gg
         selection = kvfold::select_groups(g, *cache, spec, q, mask, input, il);
     }
     ggml_tensor * attend = kvfold::attend_node(g.ctx0, spec, q, input.words, mask, sinks, selection);
-    ggml_format_name(attend, "kvfold_attend-%d", il);
     g.res->add_fused_node({LLM_FUSED_OP_FLASH_ATTN, attend, il});
-    kvfold::keep_with_cache(g, layer, attend);
-    ggml_build_forward_expand(g.gf, attend);
+    add(attend, "attend");
     if (layer.align != nullptr && selection != nullptr) {
-        ggml_tensor * align = kvfold::align_node(g.ctx0, spec, attend);
-        ggml_format_name(align, "kvfold_align-%d", il);
-        kvfold::keep_with_cache(g, layer, align);
-        ggml_build_forward_expand(g.gf, align);
+        add(kvfold::beside_attend(g.ctx0, kvfold::NodeOp::align, spec, attend, layer.align), "align");
+    }
+    if (cache->second_pass != 0) {
+        const bool    lose   = cache->dropped != nullptr;
+        ggml_tensor * beside = kvfold::beside_attend(g.ctx0, lose ? kvfold::NodeOp::lose : kvfold::NodeOp::receive,
+                                                     spec, attend, layer.received);
+        if (lose) {
+            beside->src[kvfold::attend_src::selection] = cache->dropped;
+        }
+        add(beside, lose ? "lose" : "receive");
     }
 
     if (il == layer.last_il) {

@@ -18,6 +18,10 @@ bool run_fold(const CacheLayer & layer, int32_t group, const std::vector<int32_t
 std::vector<float> run_score(const std::vector<CacheLayer> & layers, int32_t group,
                              const std::vector<uint32_t> & far_bits);
 
+// The same for scores from kept queries, [n_cells]; `ages` is SampledArgs::age.
+std::vector<float> run_sampled(const std::vector<CacheLayer> & layers, int32_t group, SampledScore score,
+                               const std::vector<uint32_t> & far_bits, const std::vector<int32_t> & ages);
+
 // An attend node with placeholder sources of the right types and shapes, to ask a device whether it supports the operation.
 ggml_tensor * probe_attend(ggml_context * ctx, int32_t n_head, int32_t n_head_kv, int32_t head_dim, int32_t group);
 

@@ -15,6 +15,7 @@
 #include "cache/graph_nodes.h"
 #include "cache/kvfold_cache.h"
 #include "cache/lookup.h"
+#include "cache/scoring.h"
 #include "llama-context.h"
 #include "llama-impl.h"
 #include "llama-kv-cache-iswa.h"
@@ -193,8 +194,9 @@ void kvfold_access::ctor_begin(llama_kv_cache & kv, ggml_type & type_k, ggml_typ
                 offload = false;
                 break;
             }
+            const bool sampled = (config->score & (KVFOLD_SCORE_SNAPKV | KVFOLD_SCORE_ENTROPY)) != 0;
             if (kv.kvfold->evicts() && config->score != KVFOLD_SCORE_RECENT &&
-                !(runs(kvfold::probe_score) && runs(kvfold::probe_observe))) {
+                (sampled || !(runs(kvfold::probe_score) && runs(kvfold::probe_observe)))) {
                 kvfold::fail(kvfold::message("kv_type fp4_csa2_ced: %s cannot score tokens by kv_score %s; possible "
                                              "there: kv_score recent, or a "
                                              "cache in host memory (offload_kqv off)",
@@ -250,7 +252,7 @@ void kvfold_access::attach(llama_kv_cache & kv) {
         ggml_backend_buffer_type_t buft = ggml_backend_buffer_get_type(from.k->buffer);
         auto &                     ctx  = contexts[buft];
         if (!ctx) {
-            ctx.reset(ggml_init({ggml_tensor_overhead() * 5 * kv.layers.size(), nullptr, true}));
+            ctx.reset(ggml_init({ggml_tensor_overhead() * 7 * kv.layers.size(), nullptr, true}));
         }
         const int64_t gqa     = int64_t(layer.n_head_kv) * layer.head_dim;
         const int32_t columns = int32_t(kv.hparams.n_head(from.il)) / layer.n_head_kv;  // of one query
@@ -268,14 +270,22 @@ void kvfold_access::attach(llama_kv_cache & kv) {
         layer.near->view_offs = tier.near_offset;
         ggml_format_name(layer.tier, "cache_tier_l%d", layer.il);
         if (cache.config.alignment && ggml_backend_buffer_is_host(from.k->buffer)) {
-            layer.align = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_F64, sizeof(kvfold::Alignment) / sizeof(double),
-                                             int64_t(kv.hparams.n_head(from.il)));
+            layer.align = kvfold::new_alignment(ctx.get(), kv.hparams.n_head(from.il));
             cache.side_bytes += ggml_nbytes(layer.align);
         }
         if (cache.evicts() && (cache.config.score & KVFOLD_SCORE_ATTN) != 0) {
             layer.queries = ggml_new_tensor_1d(ctx.get(), GGML_TYPE_F32,
                                                kvfold::query_stats_size(kv.hparams.n_head(from.il), layer.head_dim));
             cache.side_bytes += ggml_nbytes(layer.queries);
+        }
+        for (size_t i = 0; i < std::size(kvfold::kSampledKinds); ++i) {
+            const auto & kind = kvfold::kSampledKinds[i];
+            if (cache.evicts() && (cache.config.score & kind.flag) != 0) {
+                layer.samples[i] =
+                    ggml_new_tensor_2d(ctx.get(), GGML_TYPE_F16, int64_t(kv.hparams.n_head(from.il)) * layer.head_dim,
+                                       1 + kvfold::sample_rule(kind.score).rows);
+                cache.side_bytes += ggml_nbytes(layer.samples[i]);
+            }
         }
 
         cache.far_bytes += ggml_nbytes(layer.far_k) + ggml_nbytes(layer.far_v);
@@ -341,6 +351,14 @@ void kvfold_access::applied(llama_kv_cache & kv, const llama_kv_cache::slot_info
     for (uint32_t s = 0; s < ubatch.n_seqs_unq; ++s) {
         seqs.set(size_t(ubatch.seq_id_unq[s]));
     }
+    if (cache.second_pass != 0) {
+        cache.plan = cache.near.plan_reading(cells, sinfo.idxs[0], seqs, n_kv);
+        cache.spans.add_to_plan(cells, seqs, cache.plan);
+        cache.plan.spans.clear();
+        cache.fused_rotation = int64_t(ubatch.n_tokens) <= cache.fused_queries;
+        return;
+    }
+    cache.forget_compacted(ubatch);
     cache.plan = cache.near.plan(cells, sinfo.idxs[0], seqs, n_kv);
     cache.spans.add_to_plan(cells, seqs, cache.plan);
     cache.plan.sparse    = looks_up(cache, cells, seqs, ubatch.n_tokens);
@@ -432,15 +450,11 @@ bool kvfold_access::place(llama_kv_cache & kv, llama_kv_cache::slot_info & slots
         auto       groups = kvfold::evictable_groups(cells, &cache.near, cache.eviction);
         const auto kinds  = cache.config.score;
         if (kinds != KVFOLD_SCORE_RECENT) {
-            std::vector<uint32_t> far((cells.size() + 31) / 32, 0);
-            for (uint32_t c = 0; c < cells.size(); ++c) {
-                far[c / 32] |= uint32_t(!cells.is_empty(c) && cache.near.row_of(c) < 0) << (c % 32);
-            }
             if (cache.context != nullptr) {
                 // The micro-batch before may still be running on a device.
                 ggml_backend_sched_synchronize(cache.context->get_sched());
             }
-            const auto scores = kvfold::run_score(cache.layers, cache.config.group, far);
+            const auto scores = kvfold::make_scores(cache, cells);
             if (scores.empty()) {
                 return kvfold::fail("the cache is full and its tokens could not be scored");
             }
@@ -479,8 +493,8 @@ namespace {
 
 // The caches inside a context's memory module: the one with FP4 rows and, for sliding-window models, the window cache.
 struct Found {
-    const llama_kv_cache * base = nullptr;
-    const llama_kv_cache * swa  = nullptr;
+    llama_kv_cache * base = nullptr;
+    llama_kv_cache * swa  = nullptr;
 };
 
 Found find_caches(llama_memory_i * memory) {
@@ -616,22 +630,30 @@ bool kvfold_get_stats(const llama_context * ctx, kvfold_stats * stats) {
     return kvfold_access::stats(*ctx, *stats) || kvfold::fail("this context has no kvfold cache");
 }
 
+llama_kv_cache * kvfold_access::folding_cache(const llama_context & ctx) {
+    llama_kv_cache * kv = find_caches(ctx.get_memory()).base;
+    return kv != nullptr && kv->kvfold ? kv : nullptr;
+}
+
 int32_t kvfold_access::evicted(const llama_context & ctx, llama_seq_id seq, llama_pos end) {
-    const llama_kv_cache * kv = find_caches(ctx.get_memory()).base;
-    if (kv == nullptr || !kv->kvfold || !kv->kvfold->evicts() || seq < 0 ||
-        seq >= llama_seq_id(kv->kvfold->n_seq_max)) {
+    const llama_kv_cache * kv = folding_cache(ctx);
+    if (kv == nullptr || seq < 0 || seq >= llama_seq_id(kv->kvfold->n_seq_max) ||
+        (!kv->kvfold->evicts() && kv->kvfold->evicted_tokens == 0)) {
         return 0;
     }
     return kvfold::count_evicted(kv->v_cells[0], seq, end);
 }
 
 bool kvfold_access::is_usable(const llama_context & ctx, llama_seq_id seq, llama_pos end) {
-    const int32_t gone = evicted(ctx, seq, end);
+    int32_t gone = evicted(ctx, seq, end);
     if (gone == 0) {
         return true;
     }
-    const llama_kv_cache & kv    = *find_caches(ctx.get_memory()).base;
-    const kvfold_cache &   cache = *kv.kvfold;
+    const llama_kv_cache & kv        = *folding_cache(ctx);
+    const kvfold_cache &   cache     = *kv.kvfold;
+    const auto &           compacted = cache.compacted[size_t(seq)];
+    // A text that was compacted was meant to be asked again and again; its last tokens are all there.
+    gone -= compacted.end > 0 && end >= compacted.end - cache.config.tail ? compacted.lost : 0;
     // A sequence that goes on as it was is what it is, also when its last tokens are taken back (rejected drafts, an answer that
     // is rendered anew).
     if (end > kv.v_cells[0].seq_pos_max(seq) - cache.eviction.young) {
@@ -642,8 +664,8 @@ bool kvfold_access::is_usable(const llama_context & ctx, llama_seq_id seq, llama
 }
 
 bool kvfold_access::pin(llama_context & ctx, llama_seq_id seq, llama_pos begin, llama_pos end) {
-    const llama_kv_cache * kv = find_caches(ctx.get_memory()).base;
-    if (kv == nullptr || !kv->kvfold || !kvfold::evicts(kv->kvfold->config)) {
+    const llama_kv_cache * kv = folding_cache(ctx);
+    if (kv == nullptr || !kvfold::evicts(kv->kvfold->config)) {
         return kvfold::fail("pins need a context with kv_type fp4_csa2_ced and a kv_keep below 1");
     }
     if (seq < 0 || seq >= llama_seq_id(kv->kvfold->n_seq_max)) {

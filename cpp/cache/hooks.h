@@ -69,6 +69,12 @@ struct kvfold_access {
     static void state_write(const llama_kv_cache & kv, llama_io_write_i & io, llama_seq_id seq_id);
     static void state_read(llama_kv_cache & kv, llama_io_read_i & io, llama_seq_id seq_id);
 
+    // The context's cache with FP4 rows, or null.
+    static llama_kv_cache * folding_cache(const llama_context & ctx);
+
+    static kvfold_cache &   extension(llama_kv_cache & kv) { return *kv.kvfold; }
+    static llama_kv_cells & cells(llama_kv_cache & kv) { return kv.v_cells[0]; }
+
     // kvfold_evicted(), kvfold_prefix_usable(), kvfold_pin()
     static int32_t evicted(const llama_context & ctx, llama_seq_id seq, llama_pos end);
     static bool    is_usable(const llama_context & ctx, llama_seq_id seq, llama_pos end);

@@ -9,6 +9,7 @@
 #include "cache/graph_nodes.h"
 #include "cache/hooks.h"
 #include "cache/lookup.h"
+#include "llama-batch.h"
 #include "llama-impl.h"
 #include "ops/kv_align.h"
 
@@ -23,6 +24,16 @@ kvfold::NearPool::Config near_config(const kvfold_config & c, uint32_t n_seq_max
 
 }  // namespace
 
+ggml_tensor * kvfold::new_alignment(ggml_context * ctx, int64_t n_head) {
+    return ggml_new_tensor_2d(ctx, GGML_TYPE_F64, sizeof(Alignment) / sizeof(double), n_head);
+}
+
+std::vector<kvfold::Alignment> kvfold::read_alignment(const ggml_tensor * t) {
+    std::vector<Alignment> heads(size_t(t->ne[1]));
+    ggml_backend_tensor_get(t, heads.data(), 0, heads.size() * sizeof(Alignment));
+    return heads;
+}
+
 kvfold_cache::kvfold_cache(const kvfold_config & config, uint32_t n_ctx, uint32_t n_seq_max)
     : config(config), n_ctx(n_ctx), n_seq_max(n_seq_max),
       n_cells(
@@ -32,7 +43,8 @@ kvfold_cache::kvfold_cache(const kvfold_config & config, uint32_t n_ctx, uint32_
                                                               config.keep,
                                                               std::max(config.sinks, 1),
                                                               llama_pos(kvfold::young_tokens(config, n_ctx, n_seq_max)),
-                                                              {}} {}
+                                                              {}},
+      compacted(n_seq_max) {}
 
 kvfold_cache::~kvfold_cache() {
     if (lookup_steps > 0) {
@@ -82,10 +94,9 @@ std::vector<kvfold_alignment> kvfold_cache::alignment() const {
         if (layer.align == nullptr || ggml_backend_buffer_get_size(layer.align->buffer) == 0) {
             continue;
         }
-        std::vector<kvfold::Alignment> heads(size_t(layer.align->ne[1]));
-        ggml_backend_tensor_get(layer.align, heads.data(), 0, heads.size() * sizeof(kvfold::Alignment));
-        const Lookups seen  = lookups(layer);
-        const double  share = double(seen.read) / double(std::max<uint64_t>(1, seen.visible));
+        const std::vector<kvfold::Alignment> heads = kvfold::read_alignment(layer.align);
+        const Lookups                        seen  = lookups(layer);
+        const double                         share = double(seen.read) / double(std::max<uint64_t>(1, seen.visible));
         for (size_t h = 0; h < heads.size(); ++h) {
             const kvfold::Alignment & x = heads[h];
             const double              n = std::max(1.0, x.queries);
@@ -145,6 +156,18 @@ kvfold_cache * kvfold_cache::find(const ggml_tensor * far_k, size_t & layer) {
     }
     layer = it->second.second;
     return it->second.first;
+}
+
+void kvfold_cache::forget_compacted(const llama_ubatch & ubatch) {
+    for (uint32_t i = 0; i < ubatch.n_tokens; ++i) {
+        for (int32_t s = 0; s < ubatch.n_seq_id[i]; ++s) {
+            Compacted & before = compacted[size_t(ubatch.seq_id[i][s])];
+            if (ubatch.pos[i] < before.end - config.tail) {
+                before = {};
+            }
+            before.end = std::min(before.end, ubatch.pos[i]);  // of its exact tail nothing was lost
+        }
+    }
 }
 
 void kvfold_cache::repair(const llama_kv_cells & cells, const std::vector<uint32_t> & reused) {

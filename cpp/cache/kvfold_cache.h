@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <iterator>
 #include <string>
 #include <vector>
 
@@ -12,9 +13,11 @@
 #include "ggml-backend.h"
 #include "ggml-cpp.h"
 #include "kvfold/kvfold.h"
+#include "ops/kv_align.h"
 #include "ops/kv_ops.h"
 
 struct llama_context;
+struct llama_ubatch;
 struct llm_graph_context;
 
 namespace kvfold {
@@ -35,11 +38,20 @@ struct CacheLayer {
     ggml_tensor * align = nullptr;  // f64 [4, n_head], an ops/kv_align.h Alignment a head; only where it was asked for
     ggml_tensor * near;             // f16 [gqa, n_near, 2]
     ggml_tensor * queries = nullptr;  // f32 [query_stats_size()], when evictions ask for it
+    // f16 [n_head * head_dim, 1 + SampleRule::rows] for each of kSampledKinds that evictions ask for
+    ggml_tensor * samples[std::size(kSampledKinds)] = {};
+    ggml_tensor * received =
+        nullptr;  // during a second reading (cache/compact.cpp): f32 [n_cells], or of what would be lost
+                  // f64 [4, n_head], an ops/kv_align.h Alignment a head
     ggml_tensor * k_cur   = nullptr;  // rows of the micro-batch in the graph being built
     ggml_tensor * v_cur   = nullptr;
     float         scale   = 1.0f;  // of scores of attention, as the last graph had it
     float         softcap = 0.0f;
 };
+
+// A tensor for an Alignment (ops/kv_align.h) of every head, and what is in one.
+ggml_tensor *          new_alignment(ggml_context * ctx, int64_t n_head);
+std::vector<Alignment> read_alignment(const ggml_tensor * t);
 
 }  // namespace kvfold
 
@@ -108,6 +120,20 @@ struct kvfold_cache {
 
     uint64_t evicted_tokens = 0;
     uint64_t evictions      = 0;
+
+    // A second pass over a text is running, the how manieth; 0: none. Its micro-batches read the cache, and leave no rows.
+    uint32_t second_pass = 0;
+    // i32 [n_cells / 32] bits of cells that might be dropped, if that is what the pass is about; else null.
+    ggml_tensor * dropped = nullptr;
+
+    // A beginning of a sequence that was compacted: its length, and what it has lost by that. By sequence; a length of 0: none.
+    struct Compacted {
+        llama_pos end  = 0;
+        int32_t   lost = 0;
+    };
+    std::vector<Compacted> compacted;
+    // A micro-batch puts another text in the place of the end of a compacted beginning, or of more than that.
+    void forget_compacted(const llama_ubatch & ubatch);
 
     // Groups that look-ups of all layers saw, and read, since the last clear. Waits for the layers' devices.
     struct Lookups {

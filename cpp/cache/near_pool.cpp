@@ -195,19 +195,27 @@ void NearPool::list_cells(const llama_kv_cells & cells, const std::vector<uint32
               [](const ExactCell & a, const ExactCell & b) { return a.cell < b.cell; });
 }
 
-UbatchPlan NearPool::plan(const llama_kv_cells & cells, const std::vector<uint32_t> & own,
-                          const llama_kv_cells::seq_set_t & seqs, uint32_t n_kv) {
+UbatchPlan NearPool::plan_reading(const llama_kv_cells & cells, const std::vector<uint32_t> & own,
+                                  const llama_kv_cells::seq_set_t & seqs, uint32_t n_kv) {
     UbatchPlan plan;
     plan.epoch = ++epoch_;
     plan.cells = own;
+    plan.store_dst.assign(own.size(), -1);
 
     sweep(cells);
+    for (const uint32_t cell : own) {
+        release(cell);  // its former token may have had a row
+    }
+    list_cells(cells, own, seqs, n_kv, plan);
+    return plan;
+}
+
+UbatchPlan NearPool::plan(const llama_kv_cells & cells, const std::vector<uint32_t> & own,
+                          const llama_kv_cells::seq_set_t & seqs, uint32_t n_kv) {
+    UbatchPlan plan = plan_reading(cells, own, seqs, n_kv);
     for (size_t i = 0; i < own.size(); ++i) {
-        release(own[i]);  // the cell's former token may have had a row
         current_row_[own[i]] = int32_t(i);
     }
-
-    list_cells(cells, own, seqs, n_kv, plan);
 
     // Groups with exact members.
     std::vector<uint32_t> candidates;
@@ -263,7 +271,6 @@ UbatchPlan NearPool::plan(const llama_kv_cells & cells, const std::vector<uint32
         }
     }
 
-    plan.store_dst.assign(own.size(), -1);
     for (size_t i = 0; i < own.size(); ++i) {
         if (!folded[i]) {
             plan.store_dst[i] = assign(own[i]);

@@ -59,6 +59,10 @@ class NearPool {
     UbatchPlan plan(const llama_kv_cells & cells, const std::vector<uint32_t> & own,
                     const llama_kv_cells::seq_set_t & seqs, uint32_t n_kv);
 
+    // The same for a micro-batch whose tokens are removed again right after it: it reads the cache, and nothing is folded or stored.
+    UbatchPlan plan_reading(const llama_kv_cells & cells, const std::vector<uint32_t> & own,
+                            const llama_kv_cells::seq_set_t & seqs, uint32_t n_kv);
+
     // -1 when the cell's row is far (or the cell is empty).
     int32_t row_of(uint32_t cell) const { return row_of_cell_[cell]; }
 

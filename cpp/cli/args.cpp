@@ -99,8 +99,8 @@ void kvfold_add_args(std::vector<common_arg> & options) {
             [](common_params &, const std::string & value) { kvfold::set_kv_option("kv_keep", value); }));
         options.push_back(
             option("--kv-score", "NAME",
-                   "fp4_csa2_ced: which tokens go first: keydiff, vnorm, attn, recent, or several (default: "
-                   "keydiff+attn)",
+                   "fp4_csa2_ced: which tokens go first: keydiff, vnorm, attn, recent, snapkv, entropy, or several "
+                   "(default: keydiff+attn)",
                    "LLAMA_ARG_KV_SCORE",
                    [](common_params &, const std::string & value) { kvfold::set_kv_option("kv_score", value); }));
         return;

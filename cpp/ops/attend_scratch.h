@@ -1,5 +1,5 @@
-// What the dense and the sparse form of attention have in common beside tiles: rotated inputs and the partial results of tasks that
-// share a row, both in scratch, and how threads take tasks. Internal to the .cpp files of the operations, like simd.h.
+// What forms of attention have in common beside tiles: rotated inputs, where rows are, and the partial results of tasks that share a
+// row, all in scratch, and how threads take tasks. Internal to the .cpp files of the operations, like simd.h.
 #pragma once
 
 #include <atomic>
@@ -64,6 +64,24 @@ inline AttendArgs rotate_inputs(const AttendArgs & a, const RotatedOffsets & at,
         rotated.cur.v_stride = row;
     }
     return rotated;
+}
+
+// --- where rows are --------------------------------------------------------------------------------------------------
+
+// Writes the thread's share of the cells' sources, i32 [n_kv]: kSrcFar, kSrcHidden, or where the exact row is.
+inline void spread_sources(const AttendArgs & a, size_t offset, const Threads & t) {
+    int32_t *     src   = scratch_at<int32_t>(t, offset);
+    const int32_t words = divide_up(a.n_kv, 32);
+    const int32_t first = int32_t(int64_t(words) * t.ith / t.nth) * 32;
+    const int32_t last  = std::min(a.n_kv, int32_t(int64_t(words) * (t.ith + 1) / t.nth) * 32);
+    for (int32_t c = first; c < last; ++c) {
+        src[c] = a.far_bits[c / 32] >> (c % 32) & 1u ? kSrcFar : kSrcHidden;
+    }
+    for (int32_t i = 0; i < a.n_exact; ++i) {
+        if (a.exact[i].src != kSrcHidden && a.exact[i].cell >= first && a.exact[i].cell < last) {
+            src[a.exact[i].cell] = a.exact[i].src;
+        }
+    }
 }
 
 // --- partial results -------------------------------------------------------------------------------------------------

@@ -43,9 +43,19 @@ class Traits : public ggml::cpu::tensor_traits {
         case NodeOp::observe_batched:
             size += kv_observe_scratch(observe_args(op), n_threads);
             return true;
+        case NodeOp::receive:
+            size += kv_receive_scratch(receive_args(op), n_threads);
+            return true;
+        case NodeOp::lose:
+            size += kv_lose_scratch(lose_args(op), n_threads);
+            return true;
+        case NodeOp::sampled:
+            size += kv_sampled_scratch(sampled_args(op), n_threads);
+            return true;
         case NodeOp::store:
         case NodeOp::store_batched:
         case NodeOp::align:
+        case NodeOp::sample:
             return true;
         }
         return false;
@@ -84,6 +94,18 @@ class Traits : public ggml::cpu::tensor_traits {
         case NodeOp::observe:
         case NodeOp::observe_batched:
             kv_observe(observe_args(op), t);
+            return true;
+        case NodeOp::receive:
+            kv_receive(receive_args(op), t);
+            return true;
+        case NodeOp::lose:
+            kv_lose(lose_args(op), t);
+            return true;
+        case NodeOp::sample:
+            kv_sample(sample_args(op), t);
+            return true;
+        case NodeOp::sampled:
+            kv_sampled(sampled_args(op), t);
             return true;
         case NodeOp::store:
         case NodeOp::store_batched: {

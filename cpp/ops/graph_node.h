@@ -21,11 +21,15 @@ enum class NodeOp : int32_t {
     select = 4,
     store_batched =
         5,  // a store that a backend may do together with the next store of the graph, there being nothing between
-    align   = 6,  // on the CPU only
+    align   = 6,  // on the CPU only, as the last ones
     score   = 7,
     observe = 8,
     observe_batched =
         9,  // an observe that a backend may do together with the next store of the graph that is not batched
+    receive = 10,
+    sample  = 11,
+    sampled = 12,
+    lose    = 13,
 };
 
 // Lives in op_params from slot kNodeSlot on; the slots before belong to ggml's custom op (pointer, tasks, user data). The
@@ -45,7 +49,7 @@ struct NodeParams {
     float   scale;    // attend, select, score
     float   softcap;  // attend, select, score; 0: none
     // select: LookupBudget, shares in units of 1 / kShareUnits. With a lookup_max of 0 and some min_tokens the list is a pool
-    // for other layers, and not counted.
+    // for other layers, and not counted. sample, sampled: min_tokens is a SampledScore.
     uint16_t lookup_min;
     uint16_t lookup_max;
     uint16_t threshold;
@@ -161,6 +165,10 @@ enum : int {
 
 // align -> view of f64 [4, n_head], an Alignment a head that is added to; sources as of an attend with a selection
 
+// receive -> view of f32 [n_cells], ReceiveArgs::received; sources as of an attend
+
+// lose -> view of f64 [4, n_head], LoseArgs::sums; sources as of an attend, the selection being i32 words, LoseArgs::dropped
+
 // fold -> view of far_k
 namespace fold_src {
 enum : int {
@@ -202,6 +210,27 @@ namespace observe_src {
 enum : int {
     q,  // as for attend
     queries,
+};
+}
+
+// sample -> view of samples
+namespace sample_src {
+enum : int {
+    q,        // as for attend
+    samples,  // f16 [n_head * head_dim, 1 + SampleRule::rows]
+};
+}
+
+// sampled -> f32 [n_kv] sums over the layers so far; a view of `before` where there is one
+namespace sampled_src {
+enum : int {
+    far_k,
+    far_v,
+    tier,
+    cells,    // i32 [n_kv / 32] SampledArgs::far_bits
+    age,      // i32 [n_kv]
+    samples,  // as for sample
+    before,   // the node of an earlier layer, or none
 };
 }
 

@@ -337,24 +337,6 @@ float * result_row(const AttendArgs & a, int64_t query, int32_t head) {
     return a.out + (query * a.n_head + head) * a.mem.head_dim;
 }
 
-// --- what all tasks read ---------------------------------------------------------------------------------------------
-
-// Writes the thread's share of the cells' sources.
-void spread_sources(const AttendArgs & a, const Shape & shape, const Threads & t) {
-    int32_t *     src   = scratch_at<int32_t>(t, shape.sources_offset);
-    const int32_t words = divide_up(a.n_kv, 32);
-    const int32_t first = int32_t(int64_t(words) * t.ith / t.nth) * 32;
-    const int32_t last  = std::min(a.n_kv, int32_t(int64_t(words) * (t.ith + 1) / t.nth) * 32);
-    for (int32_t c = first; c < last; ++c) {
-        src[c] = a.far_bits[c / 32] >> (c % 32) & 1u ? kSrcFar : kSrcHidden;
-    }
-    for (int32_t i = 0; i < a.n_exact; ++i) {
-        if (a.exact[i].src != kSrcHidden && a.exact[i].cell >= first && a.exact[i].cell < last) {
-            src[a.exact[i].cell] = a.exact[i].src;
-        }
-    }
-}
-
 // --- tasks -----------------------------------------------------------------------------------------------------------
 
 template <int DIM>
@@ -432,7 +414,7 @@ size_t kv_attend_scratch(const AttendArgs & a, int nth) { return Shape(a, nth).b
 void kv_attend(const AttendArgs & args, const Threads & t) {
     const Shape shape(args, t.nth);
     reset_tasks(t);
-    spread_sources(args, shape, t);
+    spread_sources(args, shape.sources_offset, t);
     const AttendArgs a = rotate_inputs(args, shape.rotated, t);
     wait_for_all(t);
     run_tasks(t, shape.n_tasks, a.mem.head_dim,

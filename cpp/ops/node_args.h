@@ -5,6 +5,8 @@
 #include <algorithm>
 
 #include "ops/graph_node.h"
+#include "ops/kv_receive.h"
+#include "ops/kv_sample.h"
 #include "ops/kv_score.h"
 #include "ops/kv_select.h"
 
@@ -95,6 +97,12 @@ inline AttendArgs attend_args(const ggml_tensor * t) {
     a.sinks   = sinks != nullptr ? tensor_data<const float>(sinks) : nullptr;
     a.out     = tensor_data<float>(t);
     return a;
+}
+
+inline ReceiveArgs receive_args(const ggml_tensor * t) { return {attend_args(t), tensor_data<float>(t)}; }
+
+inline LoseArgs lose_args(const ggml_tensor * t) {
+    return {attend_args(t), tensor_data<const uint32_t>(t->src[attend_src::selection]), tensor_data<Alignment>(t)};
 }
 
 // Where a layer counts its look-ups.
@@ -196,6 +204,38 @@ inline ObserveArgs observe_args(const ggml_tensor * t) {
             p.head_dim,
             p.rot_k,
             tensor_data<float>(t->src[observe_src::queries])};
+}
+
+inline SampleArgs sample_args(const ggml_tensor * t) {
+    const ObserveArgs o = observe_args(t);
+    return {o.q,
+            o.q_stride_query,
+            o.q_stride_head,
+            o.n_q,
+            o.n_head,
+            o.head_dim,
+            o.rot,
+            sample_rule(SampledScore(node_params(t).min_tokens)),
+            tensor_data<uint16_t>(t->src[sample_src::samples])};
+}
+
+inline SampledArgs sampled_args(const ggml_tensor * t) {
+    const NodeParams    p       = node_params(t);
+    const ggml_tensor * samples = t->src[sampled_src::samples];
+    const ggml_tensor * before  = t->src[sampled_src::before];
+    SampledArgs         a{};
+    a.mem      = layer_memory(t, t->src[sampled_src::far_k], t->src[sampled_src::far_v], t->src[sampled_src::tier]);
+    a.score    = SampledScore(p.min_tokens);
+    a.far_bits = tensor_data<const uint32_t>(t->src[sampled_src::cells]);
+    a.age      = tensor_data<const int32_t>(t->src[sampled_src::age]);
+    a.n_kv     = int32_t(t->ne[0]);
+    a.samples  = tensor_data<const uint16_t>(samples);
+    a.n_head   = int32_t(samples->ne[0] / p.head_dim);
+    a.scale    = p.scale;
+    a.softcap  = p.softcap;
+    a.before   = before != nullptr ? tensor_data<const float>(before) : nullptr;
+    a.scores   = tensor_data<float>(t);
+    return a;
 }
 
 // Where a layer's epoch is.

@@ -213,6 +213,51 @@ def kv_score(
 ) -> npt.NDArray[np.float32]:
     """The operation ``kv_score`` on arrays: novelty, size and attention of each cell."""
 
+def kv_receive(
+    far_k: npt.NDArray[Any],
+    far_v: npt.NDArray[Any],
+    side: npt.NDArray[Any],
+    near_k: npt.NDArray[Any],
+    near_v: npt.NDArray[Any],
+    cur_k: npt.NDArray[Any],
+    cur_v: npt.NDArray[Any],
+    cell_src: npt.NDArray[Any],
+    q: npt.NDArray[Any],
+    mask: npt.NDArray[Any] | None = None,
+    sinks: npt.NDArray[Any] | None = None,
+    dropped: npt.NDArray[Any] | None = None,
+    *,
+    group: int,
+    scale: float,
+    softcap: float = 0.0,
+    rotation: tuple[int, int] = (0, 0),
+    n_threads: int = 1,
+) -> npt.NDArray[Any]:
+    """The operation ``kv_receive`` on arrays: the largest attention weight of each far cell; or ``kv_lose``."""
+
+def kv_sample(
+    q: npt.NDArray[Any], samples: npt.NDArray[Any], *, score: str, rotation: int = 0, n_threads: int = 1
+) -> None:
+    """The operation ``kv_sample`` on arrays: keeps some of the queries, in place."""
+
+def kv_sampled(
+    far_k: npt.NDArray[Any],
+    far_v: npt.NDArray[Any],
+    side: npt.NDArray[Any],
+    near_k: npt.NDArray[Any],
+    near_v: npt.NDArray[Any],
+    cell_src: npt.NDArray[Any],
+    age: npt.NDArray[Any],
+    samples: npt.NDArray[Any],
+    *,
+    score: str,
+    group: int,
+    scale: float = 1.0,
+    softcap: float = 0.0,
+    n_threads: int = 1,
+) -> npt.NDArray[np.float32]:
+    """The operation ``kv_sampled`` on arrays: how much attention sampled queries give to each far cell."""
+
 def kv_observe(q: npt.NDArray[Any], queries: npt.NDArray[Any], *, rotation: int = 0, n_threads: int = 1) -> None:
     """The operation ``kv_observe`` on arrays: adds queries to statistics, in place."""
 
@@ -224,3 +269,11 @@ def evicted(ctx: int, seq: int, n_pos: int) -> int:
 
 def pin(ctx: int, seq: int, start: int, stop: int) -> None:
     """Never evict a range of positions; an empty one forgets all pins of the sequence. Raises ``ValueError``."""
+
+def compact_alignment(
+    ctx: int, seq: int, tokens: list[int], keep: float
+) -> list[tuple[int, int, int, float, float, float]]:
+    """What that would miss, by part of the text and layer (``kvfold_part_alignment``)."""
+
+def compact(ctx: int, seq: int, tokens: list[int], keep: float) -> int:
+    """Drop what a sequence's tokens can do without when they are read again (``kvfold_compact``): how many went."""

@@ -79,9 +79,8 @@ _MAX_SPAN_POOL = 262144
 #: Eviction: which part of its context a cache has room for, and which tokens go first, for the types that evict.
 EVICTING_TYPES = ("fp4_csa2_ced",)
 DEFAULT_KEEP = 0.78
-SCORES = ("keydiff", "vnorm", "attn", "recent")
+SCORES = ("keydiff", "vnorm", "attn", "recent", "snapkv", "entropy")
 DEFAULT_SCORE = "keydiff+attn"
-LATER_SCORES = ("entropy", "snapkv", "reconstruct")
 
 # The C side keeps these as 32-bit signed numbers.
 _INT_LIMIT = 2**31 - 1
@@ -158,8 +157,11 @@ def _score(value: object) -> str:
         raise ValueError(f"kv_score={value!r}: must be a name; possible: {possible}")
     names = value.split("+")
     for name in names:
-        if name in LATER_SCORES:
-            raise ValueError(f"kv_score={value!r}: {name} is not available in this version; possible: {possible}")
+        if name == "reconstruct":
+            raise ValueError(
+                f"kv_score={value!r}: reconstruct needs the text a second time, as in llm.kv.compact(); "
+                f"possible here: {possible}"
+            )
         if name not in SCORES or names.count(name) > 1:
             raise ValueError(f"kv_score={value!r} is unknown{_suggest(name, SCORES)}; possible: {possible}")
     return value

@@ -30,6 +30,8 @@ _FOLDED_BLOCK = (64, 36)
 
 # llama.cpp rounds contexts and window caches up to this many cells.
 _CELL_PADDING = 256
+# Queries that scores keep a sample of (cpp/ops/kv_sample.h).
+_SAMPLES = {"snapkv": 32, "entropy": 48}
 # Where the exact rows start behind the summaries of a layer.
 _NEAR_ALIGNMENT = 64
 
@@ -177,8 +179,8 @@ def cache_size(
         sizes.f16 += 2 * layer.n_head_kv * (layer.head_k + layer.head_v) * tokens
         if config.folds:
             sizes.add_tier(layer, n_cells // group, spans, near_rows)
-            if stored < tokens and "attn" in str(config.score).split("+"):
-                sizes.add_query_statistics(layer)
+            if stored < tokens:
+                sizes.add_queries(layer, str(config.score).split("+"))
     return CacheSize(**sizes.parts, f16=sizes.f16, n_cells=n_cells, by_layer=sizes.by_layer)
 
 
@@ -212,9 +214,13 @@ class _Sum:
         self._put("side", layer, side, side)
         self._put("near", layer, near, _round_up(side + near, self.rules.alignment) - side)
 
-    def add_query_statistics(self, layer: CacheLayer) -> None:
-        size = 4 * (1 + 2 * layer.n_head * layer.head_k)
-        self._put("side", layer, size, _round_up(size, self.rules.alignment))
+    def add_queries(self, layer: CacheLayer, scores: list[str]) -> None:
+        """What scores keep of the queries: statistics, samples."""
+        channels = layer.n_head * layer.head_k
+        kept = {"attn": 4 * (1 + 2 * channels), **{name: 2 * channels * (1 + n) for name, n in _SAMPLES.items()}}
+        for name in scores:
+            if name in kept:
+                self._put("side", layer, kept[name], _round_up(kept[name], self.rules.alignment))
 
 
 def stored_tokens(config: KvConfig, n_ctx: int, n_seq: int) -> int:

@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import os
 import re
 import sys
 import warnings
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -133,8 +134,8 @@ class Llama(llama_cpp.Llama):
         kv_span_pool: groups that are left to choose from then, default 16384.
         kv_keep: ``fp4_csa2_ced``: share of ``n_ctx`` that the cache has room for, default 0.78. When it is full, tokens
             are dropped for good; a text of ``n_ctx`` tokens is still accepted.
-        kv_score: which tokens go first: ``keydiff``, ``vnorm``, ``attn``, ``recent``, or several as the default,
-            ``keydiff+attn``.
+        kv_score: which tokens go first: ``keydiff``, ``vnorm``, ``attn``, ``recent``, ``snapkv``, ``entropy``, or
+            several as the default, ``keydiff+attn``.
         preset: ``8gb-32k``, ``8gb-64k``, ``12gb-64k`` or ``cpu-32k``: context, kv type, GPU layers and batch sizes for
             such a machine; what is given explicitly wins.
         n_ctx, n_batch, n_ubatch: 512 by default.
@@ -335,7 +336,7 @@ class Llama(llama_cpp.Llama):
     @property
     def kv(self) -> KvStats:
         """What the cache really allocates and what happened in it, live."""
-        return KvStats(self._read_kv, lambda: _core.alignment(self._ctx.ctx))
+        return KvStats(self._read_kv, lambda: _core.alignment(self._ctx.ctx), self._compact)
 
     def _read_kv(self) -> dict[str, Any]:
         stats = _core.context_stats(self._ctx.ctx)
@@ -362,6 +363,27 @@ class Llama(llama_cpp.Llama):
         with self._gate.hold():
             self._require_open()
             _core.pin(self._ctx.ctx, 0, 0, 0)
+
+    def _compact(self, keep: float, report: bool) -> Any:
+        """``KvStats.compact`` or, as rows, ``KvStats.compact_alignment``."""
+        with self._gate.hold():
+            self._require_open()
+            tokens, result = self.input_ids[: self.n_tokens].tolist(), None
+            run = _core.compact_alignment if report else _core.compact
+            if not self._keep_first(len(tokens)):
+                self._forget()
+                self._eval_in_batches(tokens)
+            with Interruptible(self._ctx.ctx) as interrupt:
+                try:
+                    result = run(self._ctx.ctx, 0, tokens, keep)
+                except ValueError:
+                    if not interrupt.requested:
+                        raise
+                finally:
+                    self._requires_eval = True  # the logits are those of the second reading
+            if interrupt.requested:
+                raise KeyboardInterrupt
+            return result
 
     # -- evaluation ----------------------------------------------------------------------------------------------------
 
@@ -457,6 +479,15 @@ class Llama(llama_cpp.Llama):
         finally:
             inner.close()
             self._gate.end(turn)
+
+    def _create_completion(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        """As upstream's; with a kvfold type ``usage`` also says what the cache holds and lacks of the context."""
+        with contextlib.closing(super()._create_completion(*args, **kwargs)) as chunks:
+            for chunk in chunks:
+                if "usage" in chunk and self.kv_config is not None and self.kv_config.folds:
+                    chunk["usage"]["kept_tokens"] = self.kv.tokens
+                    chunk["usage"]["evicted_tokens"] = _core.evicted(self._ctx.ctx, 0, 2**31 - 1)
+                yield chunk
 
     def sample(self, *args: Any, **kwargs: Any) -> int:
         """As ``llama_cpp.Llama.sample``."""

@@ -35,6 +35,28 @@ class Alignment:
     read: float
 
 
+@dataclass(frozen=True)
+class PartAlignment:
+    """What a layer's attention in a part of the text would miss after ``KvStats.compact``, all heads together.
+
+    Without the dropped tokens attention has a share of what it has with them, and diverges from it by ``-log(share)``.
+
+    Attributes:
+        layer: of the model.
+        start, stop: positions of the part, ``stop`` not included.
+        recalled: mean share.
+        divergence: mean, Kullback-Leibler, in nats.
+        largest: the largest divergence of a token and head.
+    """
+
+    layer: int
+    start: int
+    stop: int
+    recalled: float
+    divergence: float
+    largest: float
+
+
 class KvStats:
     """Live view of one context's key/value cache; every attribute is read from the runtime when it is asked for.
 
@@ -42,10 +64,14 @@ class KvStats:
     """
 
     def __init__(
-        self, read: Callable[[], Mapping[str, Any]], alignment: Callable[[], Iterable[tuple[Any, ...]]] = tuple
+        self,
+        read: Callable[[], Mapping[str, Any]],
+        alignment: Callable[[], Iterable[tuple[Any, ...]]] = tuple,
+        compact: Callable[[float, bool], Any] | None = None,
     ) -> None:
         self._read = read
         self._alignment = alignment
+        self._compact = compact
 
     def _get(self, key: str) -> Any:
         return self._read()[key]
@@ -117,6 +143,42 @@ class KvStats:
         if not rows:
             raise ValueError("alignment is measured with kv_alignment=True and kv_type='fp4_csa2', on the CPU")
         return rows
+
+    def compact(self, keep: float = 0.5) -> int:
+        """Drop what the text in the context can do without, down to a share of its tokens, to ask it often afterwards.
+
+        The text is read a second time; groups of tokens go first that get the least attention from the second reading
+        (Kim et al., *KVzip*, 2025). That takes as long as the first reading. What stays in any case: the first tokens,
+        the exact tail, pinned ranges. The context goes on as before, in fewer cells: nothing is freed for others.
+
+        Args:
+            keep: share of the tokens that is kept, above 0 and up to 1; what was dropped before counts as dropped.
+
+        Returns:
+            Number of tokens that were dropped.
+
+        Raises:
+            ValueError: an impossible share, an empty context, a cache that is not kvfold's or not in host memory, or
+                one without room for the second reading.
+            RuntimeError: another thread uses this object.
+            KeyboardInterrupt: Ctrl-C; all of it was done then, or nothing.
+        """
+        return int(self._compacted(keep, False))
+
+    def compact_alignment(self, keep: float = 0.5) -> list[PartAlignment]:
+        """What ``compact`` would miss, by part of the text (up to 512 tokens) and layer; nothing is dropped.
+
+        The text is read a second time to choose what would go, and a third time to see who attends to it.
+
+        Raises:
+            ValueError, RuntimeError, KeyboardInterrupt: as ``compact``.
+        """
+        return [PartAlignment(*row) for row in self._compacted(keep, True)]
+
+    def _compacted(self, keep: float, report: bool) -> Any:
+        if self._compact is None:
+            raise ValueError("compact: this cache cannot be compacted")
+        return self._compact(keep, report)
 
     def to_dict(self) -> dict[str, Any]:
         """All of the above, and the runtime's further counters, at one moment."""

@@ -14,7 +14,7 @@ from tiny_models import NAN_TOKEN
 N_CTX = 768
 KEEP = 0.6
 SHRUNK = {"group": 4, "tail": 10, "sinks": 4, "lookup": "1", "keep": KEEP}
-SCORES = ["keydiff", "vnorm", "attn", "recent", "keydiff+vnorm+attn"]
+SCORES = ["keydiff", "vnorm", "attn", "recent", "snapkv", "entropy", "keydiff+vnorm+attn"]
 TOKENS = text(0, N_CTX)
 
 #: Divergence of two runs over the same rows in other cells: sums are rounded in another order, and a rounding may flip
@@ -115,7 +115,7 @@ def test_scores_differ(evicting) -> None:
     assert len(set(kept)) == len(SCORES)
 
 
-@pytest.mark.parametrize("score", ["keydiff", "vnorm", "attn", "keydiff+vnorm"])
+@pytest.mark.parametrize("score", ["keydiff", "vnorm", "attn", "keydiff+vnorm", "vnorm+snapkv"])
 def test_micro_batches_keep_the_same(evicting, score: str) -> None:
     """Whether a token stays depends little on how the text was cut up: the cache is full, and scored, at other moments.
 
@@ -305,7 +305,7 @@ def test_usable_prefixes(evicting) -> None:
     [
         ({"keep": 0}, ["kv_keep", "0"]),
         ({"keep": 1.5}, ["kv_keep", "1.5"]),
-        ({"score": "entropy"}, ["kv_score", "entropy", "keydiff"]),
+        ({"score": "reconstruct"}, ["kv_score", "reconstruct", "keydiff"]),
         ({"score": "keydiff+keydiff"}, ["kv_score", "keydiff+keydiff"]),
     ],
 )

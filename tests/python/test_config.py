@@ -59,7 +59,7 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
     ({"kv_type": "fp4", "kv_score": "recent"}, ["kv_score", "'recent'", "no effect", "fp4_csa2_ced"]),
     ({"kv_type": "fp4_csa2_ced", "kv_keep": 0}, ["kv_keep", "0", "above 0"]),
     ({"kv_type": "fp4_csa2_ced", "kv_keep": 2}, ["kv_keep", "2", "up to 1"]),
-    ({"kv_type": "fp4_csa2_ced", "kv_score": "entropy"}, ["kv_score", "entropy is not available", "keydiff"]),
+    ({"kv_type": "fp4_csa2_ced", "kv_score": "reconstruct"}, ["kv_score", "compact", "keydiff"]),
     ({"kv_type": "fp4_csa2_ced", "kv_score": "keydif"}, ["kv_score", "did you mean 'keydiff'"]),
     ({"kv_type": "fp4_csa2_ced", "kv_score": "attn+attn"}, ["kv_score", "'attn+attn'", "keydiff+attn"]),
     ({"kv_type": "fp4_csa2_ced", "kv_mode": "demote"}, ["kv_mode", "not available in this version"]),

@@ -91,3 +91,42 @@ def test_state(make_llm: Callable[..., Any], talking_tiny: Path, tokens: list[in
     assert other.n_tokens == 1504
     assert np.abs(last_logits(llm) - last_logits(other)).max() <= 1e-3 * np.abs(last_logits(llm)).max()
     assert other.kv.tokens == llm.kv.tokens
+
+
+def test_compact(make_llm: Callable[..., Any], talking_tiny: Path, tokens: list[int]) -> None:
+    """Read once, ask often: the text is not read again, and nothing more of it is lost."""
+    llm = make_llm(talking_tiny, kv_type="fp4_csa2", kv_tail=32, n_ctx=N_CTX)
+    text = tokens[:600]
+    llm.eval(text)
+    missed = llm.kv.compact_alignment(keep=0.4)
+    assert {(row.start, row.stop) for row in missed} >= {(0, 512)} and all(0 < row.recalled <= 1 for row in missed)
+    assert llm.kv.evicted_tokens == 0
+    dropped = llm.kv.compact(keep=0.4)
+    assert dropped == llm.kv.evicted_tokens and 0.4 * 600 <= 600 - dropped <= 0.4 * 600 + 4
+    assert llm.kv.tokens == 600 - dropped and llm.n_tokens == 600
+    sizes = count_evaluated(llm)
+    for start in (700, 900):
+        question = tokens[start : start + 150]
+        answer = llm.create_completion(text + question, max_tokens=5, temperature=0)
+        assert sum(sizes) <= len(question) + 5
+        sizes.clear()
+        usage = answer["usage"]
+        assert usage["evicted_tokens"] == dropped and usage["prompt_tokens"] == 750
+        assert usage["kept_tokens"] == llm.kv.tokens == llm.n_tokens - dropped
+    # The context is as usable as before: its last logits are not those of the second reading.
+    llm.create_completion(text, max_tokens=1, temperature=0)
+    assert 0 < sum(sizes) <= 2
+    for keep in (0, 1.5, -1):
+        with pytest.raises(ValueError, match=str(keep)):
+            llm.kv.compact(keep)
+    llm.reset()
+    with pytest.raises(ValueError, match="compact"):
+        llm.kv.compact()
+
+
+def test_other_caches_cannot_be_compacted(make_llm: Callable[..., Any], talking_tiny: Path, tokens: list[int]) -> None:
+    llm = make_llm(talking_tiny, kv_type="f16", n_ctx=N_CTX)
+    llm.eval(tokens[:50])
+    with pytest.raises(ValueError, match="fp4_csa2"):
+        llm.kv.compact()
+    assert "kept_tokens" not in llm.create_completion(tokens[:60], max_tokens=1)["usage"]

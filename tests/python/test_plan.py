@@ -26,6 +26,7 @@ CONFIGS = {
     "fp4_csa2_ced": KvConfig("fp4_csa2_ced", score="keydiff+attn"),
     "spans": KvConfig("fp4_csa2", group=2, hierarchical="on", span_pool=300),
     "half": KvConfig("fp4_csa2_ced", keep=0.5, tail=30, score="recent"),
+    "sampled": KvConfig("fp4_csa2_ced", keep=0.5, tail=30, score="snapkv+entropy"),
     "odd": KvConfig("fp4", group=8, tail=7, sinks=0, swa_type="q8_0"),
     "f16": KvConfig("f16"),
     "q4_0": KvConfig("q4_0"),

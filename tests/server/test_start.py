@@ -102,7 +102,7 @@ def fails(*arguments: str) -> str:
         (["--kv-type", "fp4_csa2", "--kv-sinks", "-1"], ["sinks", "-1"]),
         (["--kv-type", "fp4_csa2", "--kv-calibration", "missing.gguf"], ["kv_calibration", "missing.gguf"]),
         (["--kv-type", "fp4_csa2_ced", "--kv-keep", "1.2"], ["kv_keep", "1.2"]),
-        (["--kv-type", "fp4_csa2_ced", "--kv-score", "entropy"], ["kv_score", "entropy", "keydiff"]),
+        (["--kv-type", "fp4_csa2_ced", "--kv-score", "reconstruct"], ["kv_score", "reconstruct", "keydiff"]),
         (["--kv-type", "fp4_csa2", "--kv-keep", "0.5"], ["kv_keep", "fp4_csa2_ced"]),
         (["--kv-type", "fp4", "--kv-swa-type", "q4_0"], ["swa", "q4_0"]),
         (["--kv-type", "fp4", "-fa", "off"], ["flash"]),

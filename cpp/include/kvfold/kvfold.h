@@ -43,10 +43,14 @@ enum kvfold_swa_type {
 
 /* By what tokens are evicted; of several, by the sum of the ranks. */
 enum kvfold_score {
-    KVFOLD_SCORE_KEYDIFF = 1, /* keys like the others go first */
-    KVFOLD_SCORE_VNORM   = 2, /* small values go first */
-    KVFOLD_SCORE_ATTN    = 4, /* tokens go first that queries as of late would hardly attend to */
-    KVFOLD_SCORE_RECENT  = 8, /* the oldest go first */
+    KVFOLD_SCORE_KEYDIFF = 1,  /* keys like the others go first */
+    KVFOLD_SCORE_VNORM   = 2,  /* small values go first */
+    KVFOLD_SCORE_ATTN    = 4,  /* tokens go first that queries as of late would hardly attend to */
+    KVFOLD_SCORE_RECENT  = 8,  /* the oldest go first */
+    KVFOLD_SCORE_SNAPKV  = 16, /* tokens go first that the last queries hardly attend to; cache in host memory */
+    KVFOLD_SCORE_ENTROPY = 32, /* the same for windows of queries, heads that are sure counting more; likewise */
+    KVFOLD_SCORE_RECONSTRUCT =
+        64, /* of kvfold_compact only: tokens go first that the text does not need to be said again */
 };
 
 /* Whether look-ups of full layers first look at summaries of 128 tokens, and then only at the groups of the best. */
@@ -205,6 +209,34 @@ KVFOLD_API bool kvfold_prefix_usable(const struct llama_context * ctx, int32_t s
 /* Never evicts positions p0 <= p < p1 of a sequence; p1 < 0 means to its end, an empty range forgets all pins of the sequence.
  * Pins belong to the context and outlive edits of the sequence. False when the context has no cache that evicts. */
 KVFOLD_API bool kvfold_pin(struct llama_context * ctx, int32_t seq_id, int32_t p0, int32_t p1);
+
+/* Drops what a text in the cache can do without, down to the share `keep` (above 0, up to 1) of its tokens, to be asked again and
+ * again: the text is read a second time, and those groups of tokens go first to which it then pays the least attention. Sequence
+ * `seq_id` must hold `tokens`, and nothing else, from position 0 on. What is exact stays (the first tokens and the tail), also pinned
+ * ranges and what other sequences share. Nothing of the second reading stays in the cache, but the context's logits are gone.
+ *
+ * Takes about as long as the first reading, and free cells for a micro-batch (64 tokens at least, or some are evicted before). Any
+ * kvfold cache in host memory. Returns the number of dropped tokens, or a negative number; the cache is as before then. */
+KVFOLD_API int32_t kvfold_compact(struct llama_context * ctx, int32_t seq_id, const int32_t * tokens, size_t n_tokens,
+                                  float keep);
+
+/* What kvfold_compact would miss: of the attention of a layer in a part of the text, all heads together, when the text is read once
+ * more. Without the tokens that would be dropped attention has a share of what it has with them, and diverges from it
+ * (Kullback-Leibler) by -log(share), in nats. */
+struct kvfold_part_alignment {
+    int32_t layer; /* of the model */
+    int32_t start; /* positions start <= p < stop */
+    int32_t stop;
+    double  recalled;   /* mean share */
+    double  divergence; /* mean */
+    double  largest;    /* divergence */
+};
+typedef void (*kvfold_part_alignment_sink)(const struct kvfold_part_alignment * row, void * user);
+
+/* Calls `sink` for every part of the text and every layer, in this order. Arguments and conditions as of kvfold_compact, but nothing is
+ * dropped, and it takes twice as long. */
+KVFOLD_API bool kvfold_compact_alignment(struct llama_context * ctx, int32_t seq_id, const int32_t * tokens,
+                                         size_t n_tokens, float keep, kvfold_part_alignment_sink sink, void * user);
 
 /* What all kvfold caches of this process did, as metrics in Prometheus' text format; empty without one. Valid until the next
  * call on this thread. */
