@@ -189,7 +189,11 @@ ggml_tensor * score_node(ggml_context * ctx, const NodeSpec & spec, ggml_tensor 
 }
 
 // A sampled score, as a node's budget.
-LookupBudget sample_spec(SampledScore score) { return {0.0f, 0.0f, 0.0f, int32_t(score)}; }
+LookupBudget sample_spec(SampledScore score) {
+    LookupBudget budget{};
+    budget.min_tokens = int32_t(score);
+    return budget;
+}
 
 ggml_tensor * sampled_node(ggml_context * ctx, const NodeSpec & spec, ggml_tensor * cells, ggml_tensor * ages,
                            ggml_tensor * samples, ggml_tensor * before) {
