@@ -82,7 +82,7 @@ struct kvfold_access {
 
     static bool   stats(const llama_context & ctx, struct kvfold_stats & out);
     static size_t alignment(const llama_context & ctx, struct kvfold_alignment * out, size_t room);
-    // The start-up line.
+    // Prints the start-up line; the context's cache knows from now on whose it is.
     static void announce(const llama_context & ctx);
 };
 

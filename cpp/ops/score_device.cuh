@@ -152,8 +152,8 @@ struct RowsShape {
     static constexpr int warps   = 4;
     static constexpr int threads = 32 * warps;
     static constexpr int words   = D / 32;  // W
-    static constexpr int piece =
-        8 * words + 4;  // floats of a vector for each t, apart by other banks than 8 W would be
+    // Floats of a vector for each t. Four more than it has channels, so that the four t read different banks.
+    static constexpr int piece   = 8 * words + 4;
     static constexpr int vector  = 4 * piece;
     static constexpr int vectors = 1 + 2 * QC;  // direction of the mean key, then mean and variance of each query head
     static constexpr int rows    = 32 * FarRows<D>::stride;  // words of the rows of 32 cells
