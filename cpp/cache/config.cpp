@@ -224,7 +224,7 @@ bool parse_score(const char * value, uint32_t & score) {
     }
 }
 
-const char * const k_hierarchical[] = {"auto", "on", "off"};  // kvfold_hierarchical
+const char * const k_hierarchical[] = {"off", "auto", "on"};  // kvfold_hierarchical
 
 bool check_max_tokens(int32_t tokens) {
     return (tokens >= 0 && tokens <= 65535) ||
@@ -479,7 +479,7 @@ bool kvfold_config_set(kvfold_config * config, const char * key, const char * va
                 return true;
             }
         }
-        return fail(message("kv_hierarchical '%s' is unknown; possible: auto, on, off", value));
+        return fail(message("kv_hierarchical '%s' is unknown; possible: off, auto, on", value));
     }
     if (is_any(key, "span_pool", "kv_span_pool")) {
         return parse_int("span_pool", value, config->span_pool) && check_span_pool(config->span_pool);
@@ -574,8 +574,8 @@ bool kvfold_config_check(const kvfold_config * config) {
                             c.max_tokens < c.group ? "kv_group" : "kv_min_tokens",
                             c.max_tokens < c.group ? c.group : c.min_tokens));
     }
-    if (int(c.hierarchical) < 0 || int(c.hierarchical) > int(KVFOLD_HIERARCHICAL_OFF)) {
-        return fail(message("kv_hierarchical %d is unknown; possible: auto, on, off", int(c.hierarchical)));
+    if (int(c.hierarchical) < 0 || int(c.hierarchical) > int(KVFOLD_HIERARCHICAL_ON)) {
+        return fail(message("kv_hierarchical %d is unknown; possible: off, auto, on", int(c.hierarchical)));
     }
     if (c.hierarchical == KVFOLD_HIERARCHICAL_ON && c.lookup_max >= 1.0f) {
         return fail("kv_hierarchical on has no effect with a kv_lookup of 1: everything is read; possible: auto, off");

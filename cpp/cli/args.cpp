@@ -84,8 +84,8 @@ void kvfold_add_args(std::vector<common_arg> & options) {
                    [](common_params &, const std::string & value) { kvfold::set_kv_option("kv_calibration", value); }));
         options.push_back(option(
             "--kv-hierarchical", "WHEN",
-            "fp4_csa2: look at summaries of 128 tokens before those of groups: auto (beyond 65536 tokens), on, off "
-            "(default: auto)",
+            "fp4_csa2: look at summaries of 128 tokens before those of groups: off, auto (beyond 65536 tokens), on "
+            "(default: off)",
             "LLAMA_ARG_KV_HIERARCHICAL",
             [](common_params &, const std::string & value) { kvfold::set_kv_option("kv_hierarchical", value); }));
         options.push_back(option(

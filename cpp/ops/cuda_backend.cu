@@ -159,9 +159,6 @@ int cuda_supports(int device, const ggml_tensor * node) {
                kv_ops_cuda_refusal(p.n_head_kv, p.head_dim, p.group, int32_t(q->ne[2])) == nullptr &&
                kv_select_cuda_refusal(select_args(node), the_device(device)) == nullptr;
     }
-    if (NodeOp(p.op) == NodeOp::align) {
-        return 0;
-    }
     if (NodeOp(p.op) == NodeOp::score) {
         return kv_ops_cuda_refusal(p.n_head_kv, p.head_dim, p.group, score_args(node).n_head) == nullptr;
     }
@@ -170,8 +167,11 @@ int cuda_supports(int device, const ggml_tensor * node) {
         return packed(q, GGML_TYPE_F32) &&
                kv_ops_cuda_refusal(p.n_head_kv, p.head_dim, p.group, int32_t(q->ne[2])) == nullptr;
     }
-    if (NodeOp(p.op) != NodeOp::attend) {
+    if (NodeOp(p.op) == NodeOp::fold || NodeOp(p.op) == NodeOp::store || NodeOp(p.op) == NodeOp::store_batched) {
         return kv_ops_cuda_refusal(p.n_head_kv, p.head_dim, p.group, p.n_head_kv) == nullptr;
+    }
+    if (NodeOp(p.op) != NodeOp::attend) {  // the CPU's only
+        return 0;
     }
     const ggml_tensor *q = node->src[attend_src::q], *mask = node->src[attend_src::mask];
     return packed(q, GGML_TYPE_F32) && packed(node->src[attend_src::k_cur], GGML_TYPE_F32) &&

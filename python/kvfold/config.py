@@ -70,7 +70,7 @@ DEFAULT_MIN_CONTEXTS = (4096, 2**31 - 1)
 _MAX_BOUND = 65535  # of kv_min_tokens and kv_max_tokens
 
 #: Search in two levels: when, and among how many groups a choice is left then. "auto" is beyond so many tokens.
-HIERARCHICAL = ("auto", "on", "off")
+HIERARCHICAL = ("off", "auto", "on")
 AUTO_SPAN_TOKENS = 65536
 SPAN_TOKENS = 128
 DEFAULT_SPAN_POOL = 16384
@@ -207,7 +207,7 @@ class KvConfig:
         alignment: ``fp4_csa2`` on the CPU: compare every look-up with attention over everything, for
             ``Llama.kv.alignment()``; slow (``kv_alignment``).
         hierarchical: whether ``full`` layers score summaries of 128 tokens first, and then only the groups of the best:
-            ``auto`` beyond 65536 tokens, ``on``, ``off`` (``kv_hierarchical``).
+            ``off``, ``auto`` beyond 65536 tokens, ``on`` (``kv_hierarchical``).
         span_pool: groups that are left to choose from then; with fewer there is one level (``kv_span_pool``).
         keep: ``fp4_csa2_ced``: share of ``n_ctx`` that the cache has room for, above 0 (``kv_keep``).
         score: which tokens it gives up: the lowest of ``SCORES``, or of the sum of the ranks in several, as in

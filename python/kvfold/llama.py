@@ -129,8 +129,8 @@ class Llama(llama_cpp.Llama):
         kv_calibration: file of ``kvfold calibrate`` for this model: its values are the defaults of ``kv_group``,
             ``kv_lookup``, ``kv_threshold``, ``kv_min_tokens`` and ``kv_layers``.
         kv_alignment: compare every look-up with attention over everything, for ``kv.alignment()``; slow, on the CPU.
-        kv_hierarchical: score summaries of 128 tokens first, then only groups of the best: ``auto`` (default, beyond
-            65536 tokens), ``on``, ``off``.
+        kv_hierarchical: score summaries of 128 tokens first, then only groups of the best: ``off`` (default), ``auto``
+            (beyond 65536 tokens), ``on``.
         kv_span_pool: groups that are left to choose from then, default 16384.
         kv_keep: ``fp4_csa2_ced``: share of ``n_ctx`` that the cache has room for, default 0.78. When it is full, tokens
             are dropped for good; a text of ``n_ctx`` tokens is still accepted.

@@ -21,7 +21,7 @@ def test_defaults(kv_type: str, group: int) -> None:
         "kv_min_tokens": 256,
         "kv_max_tokens": 0,
         "kv_layers": "auto",
-        "kv_hierarchical": "auto",
+        "kv_hierarchical": "off",
         "kv_span_pool": 16384,
     }
     assert KvConfig(kv_type).to_dict() == {
@@ -98,7 +98,7 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
         {"kv_type": "fp4_csa2", "kv_min_tokens": 64, "kv_max_tokens": 63},
         ["kv_max_tokens", "63", "kv_min_tokens=64", "0 is no bound"],
     ),
-    ({"kv_type": "fp4_csa2", "kv_hierarchical": "yes"}, ["kv_hierarchical", "'yes'", "auto, on, off"]),
+    ({"kv_type": "fp4_csa2", "kv_hierarchical": "yes"}, ["kv_hierarchical", "'yes'", "off, auto, on"]),
     ({"kv_type": "fp4_csa2", "kv_lookup": 1, "kv_hierarchical": "on"}, ["kv_hierarchical", "'on'", "kv_lookup"]),
     ({"kv_type": "fp4_csa2", "kv_span_pool": 0}, ["kv_span_pool", "0", "1 or more"]),
     ({"kv_type": "fp4_csa2", "kv_span_pool": 300000}, ["kv_span_pool", "300000", "262144"]),

@@ -55,9 +55,9 @@ enum kvfold_score {
 
 /* Whether look-ups of full layers first look at summaries of 128 tokens, and then only at the groups of the best. */
 enum kvfold_hierarchical {
-    KVFOLD_HIERARCHICAL_AUTO = 0, /* beyond 65536 tokens, where groups are more than span_pool */
-    KVFOLD_HIERARCHICAL_ON   = 1, /* wherever groups are more than span_pool */
-    KVFOLD_HIERARCHICAL_OFF  = 2,
+    KVFOLD_HIERARCHICAL_OFF  = 0,
+    KVFOLD_HIERARCHICAL_AUTO = 1, /* beyond 65536 tokens, where groups are more than span_pool */
+    KVFOLD_HIERARCHICAL_ON   = 2, /* wherever groups are more than span_pool */
 };
 
 #define KVFOLD_LAYERS_SIZE 1024

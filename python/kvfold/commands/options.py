@@ -102,8 +102,8 @@ def add_kv_options(parser: argparse.ArgumentParser, default: str | None) -> None
     group.add_argument(
         "--kv-hierarchical",
         metavar="WHEN",
-        help="fp4_csa2: look at summaries of 128 tokens before those of groups: auto (beyond 65536 tokens), on, off "
-        "(default: auto)",
+        help="fp4_csa2: look at summaries of 128 tokens before those of groups: off, auto (beyond 65536 tokens), on "
+        "(default: off)",
     )
     group.add_argument(
         "--kv-span-pool",
