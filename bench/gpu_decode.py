@@ -250,9 +250,21 @@ def has_f32_weights(model: str) -> bool:
     return all(t.tensor_type == gguf.GGMLQuantizationType.F32 for t in tensors if len(t.shape) > 1)
 
 
+def agree(apart: float, on_cpu: tuple[float, float], on_gpu: tuple[float, float]) -> bool:
+    """Whether a type does the same on GPU and CPU.
+
+    Args:
+        apart: divergence of the GPU from the CPU.
+        on_cpu: divergence from f16 there, and its standard error.
+        on_gpu: the same on the GPU.
+    """
+    near = apart <= NEARER * on_cpu[0]
+    return near and abs(on_gpu[0] - on_cpu[0]) <= ERRORS * math.hypot(on_cpu[1], on_gpu[1])
+
+
 def mean_kld(output: str) -> tuple[float, float]:
     """The mean KL divergence that llama-perplexity reports, and its standard error."""
-    found = re.search(r"Mean +KLD: +(-?(?:nan|inf|[0-9.]+)) +\S+ +([0-9.]+)", output)
+    found = re.search(r"Mean +KLD: +(-?(?:nan|inf|[0-9.]+)) +\S+ +(-?(?:nan|inf|[0-9.]+))", output)
     if not found:
         raise SystemExit(f"llama-perplexity reports no mean KLD:\n{output[-2000:]}")
     return float(found[1]), float(found[2])
@@ -291,14 +303,13 @@ def check(args: argparse.Namespace) -> int:
             for kv_type in types:
                 perplexity(cpu, kv_type, size, "type-cpu", False)
                 apart, _ = divergence(gpu, kv_type, size, "type-cpu")
-                on_cpu, cpu_error = divergence(cpu, kv_type, size, "f16-cpu")
-                on_gpu, gpu_error = divergence(gpu, kv_type, size, "f16-gpu")
-                near = apart <= NEARER * on_cpu
-                same = abs(on_gpu - on_cpu) <= ERRORS * math.hypot(cpu_error, gpu_error)
-                costs = [f"{on_cpu:.6f} ± {cpu_error:.6f}", f"{on_gpu:.6f} ± {gpu_error:.6f}"]
-                rows.append([str(size), kv_type, *costs, f"{apart:.6f}", "yes" if near and same else "NO"])
-                if not (near and same):
-                    bad.append(f"{kv_type} in micro-batches of {size}: {on_gpu:.6f}, {on_cpu:.6f}, apart {apart:.6f}")
+                on_cpu = divergence(cpu, kv_type, size, "f16-cpu")
+                on_gpu = divergence(gpu, kv_type, size, "f16-gpu")
+                same = agree(apart, on_cpu, on_gpu)
+                costs = [f"{mean:.6f} ± {error:.6f}" for mean, error in (on_cpu, on_gpu)]
+                rows.append([str(size), kv_type, *costs, f"{apart:.6f}", "yes" if same else "NO"])
+                if not same:
+                    bad.append(f"{kv_type} in micro-batches of {size}: {', '.join(costs)}, apart {apart:.6f}")
                 print(" ".join(rows[-1]), file=sys.stderr, flush=True)
     weights = "F32" if has_f32_weights(args.check_model) else "quantised"
     machine = describe(args)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 
@@ -111,15 +112,19 @@ def test_tables() -> None:
     assert gpu_decode.prefill_table(samples, ["f16", "fp4"], [0]).split("\n")[-1] == "| 0 | fp4 | 9500.0 | 0.95 |"
 
 
-def test_limit_follows_what_f16_itself_does() -> None:
-    assert gpu_decode.limit_of(True, 1e-6) == gpu_decode.LIMIT_F32 == 1e-4
-    assert gpu_decode.limit_of(False, 1e-3) == gpu_decode.LIMIT_QUANTISED == 2e-3
-    assert gpu_decode.limit_of(False, 4e-3) == pytest.approx(8e-3)
+def test_gpu_and_cpu_agree_by_what_a_type_costs() -> None:
+    cost = (1.0e-3, 5e-5)
+    assert gpu_decode.agree(2e-4, cost, (1.1e-3, 5e-5))
+    assert not gpu_decode.agree(6e-4, cost, cost)  # too far from each other, whatever they cost
+    assert not gpu_decode.agree(2e-4, cost, (1.3e-3, 5e-5))  # costs more there than errors explain
+    assert not gpu_decode.agree(2e-4, cost, (0.7e-3, 5e-5))
+    assert not gpu_decode.agree(float("nan"), cost, cost)
+    assert not gpu_decode.agree(2e-4, cost, (float("nan"), float("nan")))
 
 
 def test_divergence_is_found_in_the_output() -> None:
     output = "====== KL divergence statistics ======\nMean    KLD:   0.000970 ±   0.000031\nMaximum KLD:   0.1\n"
-    assert gpu_decode.mean_kld(output) == 0.00097
-    assert gpu_decode.mean_kld("Mean    KLD:        nan ±        nan") != 0
+    assert gpu_decode.mean_kld(output) == (0.00097, 0.000031)
+    assert all(math.isnan(x) for x in gpu_decode.mean_kld("Mean    KLD:        nan ±        nan"))
     with pytest.raises(SystemExit, match="no mean KLD"):
         gpu_decode.mean_kld("something else")

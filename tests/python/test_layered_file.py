@@ -76,7 +76,7 @@ def test_files(tmp_path: Path) -> None:
     toml, other = tmp_path / "kv.toml", tmp_path / "kv.json"
     toml.write_text(TOML)
     other.write_text(json.dumps(EXAMPLE))
-    expected = KvConfig("fp4_csa2", group=4, tail=64, min_tokens=512, lookup=(0.1, 0.2))
+    expected = KvConfig("fp4_csa2", group=4, tail=64, min_tokens=512, lookup=(0.1, 0.2), hierarchical="auto")
     assert KvConfig.from_file(toml) == expected
     assert KvConfig.from_file(other) == KvConfig.from_mapping(EXAMPLE)
     assert KvConfig.from_mapping({"kv_cache": {"swa_window_size": 32}}) == KvConfig("fp4", tail=32)
