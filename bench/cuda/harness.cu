@@ -1075,7 +1075,7 @@ void check_observe(Rng & rng, int dim, int n_head, int n_q, int rotation, int n_
         want.push_back(random_statistics(rng, n_head, dim, i % 2 == 0 ? 30.0f : 0.0f));
         q_d.emplace_back(q);
         stats_d.emplace_back(want.back());
-        ObserveArgs a{q.data(), query_stride, head_stride, n_q, n_head, dim, rotation, want.back().data()};
+        ObserveArgs a{{q.data(), query_stride, head_stride, n_q, n_head, dim, rotation}, want.back().data()};
         on_host(kv_observe_scratch, kv_observe, a);
         a.q = q_d.back().get(), a.queries = stats_d.back().get();
         layers.push_back(a);

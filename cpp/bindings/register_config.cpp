@@ -5,6 +5,7 @@
 #include <map>
 #include <string>
 
+#include "bindings/failure.h"
 #include "kvfold/kvfold.h"
 
 namespace py = pybind11;
@@ -19,9 +20,7 @@ kvfold_config to_config(const std::map<std::string, std::string> & settings) {
         throw py::value_error("a cache configuration needs kv_type");
     }
     const auto set = [&](const std::string & key, const std::string & value) {
-        if (!kvfold_config_set(&config, key.c_str(), value.c_str())) {
-            throw py::value_error(kvfold_last_error());
-        }
+        kvfold::require_done(kvfold_config_set(&config, key.c_str(), value.c_str()));
     };
     set(type->first, type->second);
     for (const auto & [key, value] : settings) {
@@ -29,9 +28,7 @@ kvfold_config to_config(const std::map<std::string, std::string> & settings) {
             set(key, value);
         }
     }
-    if (!kvfold_config_check(&config)) {
-        throw py::value_error(kvfold_last_error());
-    }
+    kvfold::require_done(kvfold_config_check(&config));
     return config;
 }
 
@@ -56,9 +53,7 @@ void register_config(py::module_ & m) {
         "scope_push",
         [](const py::dict & settings) {
             const kvfold_config config = to_config(to_text(settings));
-            if (!kvfold_scope_push(&config)) {
-                throw py::value_error(kvfold_last_error());
-            }
+            kvfold::require_done(kvfold_scope_push(&config));
         },
         py::arg("settings"),
         "Makes this configuration active for contexts created by this thread until scope_pop().\n\n"

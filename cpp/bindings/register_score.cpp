@@ -42,17 +42,23 @@ py::array_t<float> score(const py::array & far_k, const py::array & far_v, const
     return out;
 }
 
+// q f32 [n_q, n_head, head_dim]
+QueryRows query_rows(const py::array & q, int rotation) {
+    QueryRows rows{};
+    rows.q              = static_cast<const float *>(require("q", q, Element::f32, {kAny, kAny, kAny}));
+    rows.n_q            = int32_t(q.shape(0));
+    rows.n_head         = int32_t(q.shape(1));
+    rows.head_dim       = int32_t(q.shape(2));
+    rows.q_stride_query = q.shape(1) * q.shape(2);
+    rows.q_stride_head  = q.shape(2);
+    rows.rot            = require_rotation({rotation, 0}, rows.head_dim).k;
+    return rows;
+}
+
 void observe(const py::array & q, const py::array & queries, int rotation, int n_threads) {
     require_threads(n_threads);
-    ObserveArgs a{};
-    a.q              = static_cast<const float *>(require("q", q, Element::f32, {kAny, kAny, kAny}));
-    a.n_q            = int32_t(q.shape(0));
-    a.n_head         = int32_t(q.shape(1));
-    a.head_dim       = int32_t(q.shape(2));
-    a.q_stride_query = q.shape(1) * q.shape(2);
-    a.q_stride_head  = q.shape(2);
-    a.rot            = require_rotation({rotation, 0}, a.head_dim).k;
-    a.queries        = static_cast<float *>(
+    ObserveArgs a{query_rows(q, rotation), nullptr};
+    a.queries = static_cast<float *>(
         require_writable("queries", queries, Element::f32, {py::ssize_t(query_stats_size(a.n_head, a.head_dim))}));
     run(n_threads, kv_observe_scratch(a, n_threads), [&a](const Threads & t) { kv_observe(a, t); });
 }
@@ -67,16 +73,8 @@ SampledScore sampled_score(const std::string & name) {
 
 void sample(const py::array & q, const py::array & samples, const std::string & score, int rotation, int n_threads) {
     require_threads(n_threads);
-    SampleArgs a{};
-    a.q              = static_cast<const float *>(require("q", q, Element::f32, {kAny, kAny, kAny}));
-    a.q_stride_query = q.shape(1) * q.shape(2);
-    a.q_stride_head  = q.shape(2);
-    a.n_q            = int32_t(q.shape(0));
-    a.n_head         = int32_t(q.shape(1));
-    a.head_dim       = int32_t(q.shape(2));
-    a.rot            = require_rotation({rotation, 0}, a.head_dim).k;
-    a.rule           = sample_rule(sampled_score(score));
-    a.samples        = static_cast<uint16_t *>(
+    SampleArgs a{query_rows(q, rotation), sample_rule(sampled_score(score)), nullptr};
+    a.samples = static_cast<uint16_t *>(
         require_writable("samples", samples, Element::f16, {1 + a.rule.rows, a.n_head, a.head_dim}));
     run(n_threads, 0, [&a](const Threads & t) { kv_sample(a, t); });
 }

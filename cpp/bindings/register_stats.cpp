@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "bindings/failure.h"
 #include "kvfold/kvfold.h"
 
 namespace py = pybind11;
@@ -123,9 +124,7 @@ void register_stats(py::module_ & m) {
     m.def(
         "pin",
         [](uintptr_t ctx, int32_t seq, int32_t start, int32_t stop) {
-            if (!kvfold_pin(to_context(ctx), seq, start, stop)) {
-                throw py::value_error(kvfold_last_error());
-            }
+            kvfold::require_done(kvfold_pin(to_context(ctx), seq, start, stop));
         },
         py::arg("ctx"), py::arg("seq"), py::arg("start"), py::arg("stop"),
         "Never evicts positions start to stop - 1 of a sequence; an empty range forgets its pins. Raises ValueError.");
@@ -141,9 +140,7 @@ void register_stats(py::module_ & m) {
                 };
                 done = kvfold_compact_alignment(to_context(ctx), seq, tokens.data(), tokens.size(), keep, sink, &rows);
             }
-            if (!done) {
-                throw py::value_error(kvfold_last_error());
-            }
+            kvfold::require_done(done);
             py::list list;
             for (const auto & row : rows) {
                 list.append(py::make_tuple(row.layer, row.start, row.stop, row.recalled, row.divergence, row.largest));
@@ -163,9 +160,7 @@ void register_stats(py::module_ & m) {
                 const py::gil_scoped_release release;
                 dropped = kvfold_compact(to_context(ctx), seq, tokens.data(), tokens.size(), keep);
             }
-            if (dropped < 0) {
-                throw py::value_error(kvfold_last_error());
-            }
+            kvfold::require_done(dropped >= 0);
             return dropped;
         },
         py::arg("ctx"), py::arg("seq"), py::arg("tokens"), py::arg("keep"),

@@ -109,10 +109,7 @@ class Reading {
     kvfold::Alignment take_losses(const kvfold::CacheLayer & layer) const {
         kvfold::Alignment sum{};
         for (const kvfold::Alignment & head : kvfold::read_alignment(layer.received)) {
-            sum.queries += head.queries;
-            sum.recalled += head.recalled;
-            sum.divergence += head.divergence;
-            sum.largest = std::max(sum.largest, head.largest);
+            sum.add(head);
         }
         ggml_backend_tensor_memset(layer.received, 0, 0, ggml_nbytes(layer.received));
         return sum;

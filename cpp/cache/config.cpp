@@ -260,11 +260,16 @@ namespace {
 
 bool is_auto(const char * layers) { return layers[0] == '\0' || std::strcmp(layers, "auto") == 0; }
 
+// What kv_min_tokens is where only its default says something: no more than what may be read.
+int32_t default_min_tokens(const kvfold_config & config, int32_t tokens) {
+    return config.max_tokens > 0 ? std::min(tokens, config.max_tokens) : tokens;
+}
+
 // Fills in what a calibration says and nothing explicit does.
 void calibrate(kvfold_config & config) {
     const kvfold_calibration & found = config.calibration;
     if (config.min_tokens < 0) {
-        config.min_tokens = config.max_tokens > 0 ? std::min(found.min_tokens, config.max_tokens) : found.min_tokens;
+        config.min_tokens = default_min_tokens(config, found.min_tokens);
     }
     config.group     = config.group == 0 ? found.group : config.group;
     config.threshold = config.threshold < 0.0f ? found.threshold : config.threshold;
@@ -307,7 +312,7 @@ kvfold_config resolve(kvfold_config config) {
         }
         config.threshold = config.threshold < 0.0f ? kThreshold : config.threshold;
         if (config.min_tokens < 0) {
-            config.min_tokens = config.max_tokens > 0 ? std::min(kMinTokens, config.max_tokens) : kMinTokens;
+            config.min_tokens = default_min_tokens(config, kMinTokens);
         }
         config.span_pool = config.span_pool == 0 ? kSpanPool : config.span_pool;
     }

@@ -9,7 +9,9 @@
 //   more of a sequence than leaves `keep` of its length: so n_ctx tokens always fit, and no sequence pays for others
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+#include <iterator>
 #include <vector>
 
 #include "cache/cell_groups.h"
@@ -71,6 +73,12 @@ struct SampledKind {
 };
 constexpr SampledKind kSampledKinds[] = {{KVFOLD_SCORE_SNAPKV, SampledScore::last, kLastAttention},
                                          {KVFOLD_SCORE_ENTROPY, SampledScore::windows, kWindowAttention}};
+
+// Is one of those among `kinds` (kvfold_score)?
+inline bool is_sampled(uint32_t kinds) {
+    return std::any_of(std::begin(kSampledKinds), std::end(kSampledKinds),
+                       [kinds](const SampledKind & kind) { return (kinds & kind.flag) != 0; });
+}
 
 // Evicts from `groups`, in their order, what the rules allow. Returns the number of tokens.
 uint32_t thin_out(llama_kv_cells & cells, const EvictionRules & rules, const std::vector<uint32_t> & groups);

@@ -288,6 +288,30 @@ ggml_backend_ptr backend_of(const CacheLayer & layer) {
                                            : ggml_backend_init_by_type(GGML_BACKEND_DEVICE_TYPE_CPU, nullptr));
 }
 
+// An input of such a graph, and what is in it.
+struct GraphInput {
+    ggml_tensor * tensor;
+    const void *  data;
+};
+
+// Allocates the tensors of `ctx`, runs a graph of them on a backend of one's own, and returns its result (f32); empty on failure.
+std::vector<float> run_graph(const ggml_backend_ptr & backend, ggml_context * ctx, ggml_cgraph * gf,
+                             std::initializer_list<GraphInput> inputs, const ggml_tensor * result) {
+    const ggml_backend_buffer_ptr buffer(ggml_backend_alloc_ctx_tensors(ctx, backend.get()));
+    if (!buffer) {
+        return {};
+    }
+    for (const auto & [tensor, data] : inputs) {
+        ggml_backend_tensor_set(tensor, data, 0, ggml_nbytes(tensor));
+    }
+    if (ggml_backend_graph_compute(backend.get(), gf) != GGML_STATUS_SUCCESS) {
+        return {};
+    }
+    std::vector<float> values(size_t(ggml_nelements(result)));
+    ggml_backend_tensor_get(result, values.data(), 0, values.size() * sizeof(float));
+    return values;
+}
+
 // run_score() for layers of one device.
 std::vector<float> score_on_device(const std::vector<const CacheLayer *> & layers, int32_t group,
                                    const std::vector<uint32_t> & far_bits) {
@@ -319,17 +343,7 @@ std::vector<float> score_on_device(const std::vector<const CacheLayer *> & layer
         sum = score_node(ctx.get(), spec_of(*layer), cells, room, sum);
         ggml_build_forward_expand(gf, sum);
     }
-    const ggml_backend_buffer_ptr buffer(ggml_backend_alloc_ctx_tensors(ctx.get(), backend.get()));
-    if (!buffer) {
-        return {};
-    }
-    ggml_backend_tensor_set(cells, far_bits.data(), 0, far_bits.size() * sizeof(uint32_t));
-    if (ggml_backend_graph_compute(backend.get(), gf) != GGML_STATUS_SUCCESS) {
-        return {};
-    }
-    std::vector<float> scores(size_t(ggml_nelements(sum)));
-    ggml_backend_tensor_get(sum, scores.data(), 0, scores.size() * sizeof(float));
-    return scores;
+    return run_graph(backend, ctx.get(), gf, {{cells, far_bits.data()}}, sum);
 }
 
 size_t index_of(SampledScore score) { return score == kSampledKinds[0].score ? 0 : 1; }
@@ -378,18 +392,7 @@ std::vector<float> run_sampled(const std::vector<CacheLayer> & layers, int32_t g
         sum                 = sampled_node(ctx.get(), spec, cells, age, layer.samples[index_of(score)], sum);
         ggml_build_forward_expand(gf, sum);
     }
-    const ggml_backend_buffer_ptr buffer(ggml_backend_alloc_ctx_tensors(ctx.get(), backend.get()));
-    if (!buffer) {
-        return {};
-    }
-    ggml_backend_tensor_set(cells, far_bits.data(), 0, ggml_nbytes(cells));
-    ggml_backend_tensor_set(age, ages.data(), 0, ggml_nbytes(age));
-    if (ggml_backend_graph_compute(backend.get(), gf) != GGML_STATUS_SUCCESS) {
-        return {};
-    }
-    std::vector<float> scores(ages.size());
-    ggml_backend_tensor_get(sum, scores.data(), 0, ggml_nbytes(sum));
-    return scores;
+    return run_graph(backend, ctx.get(), gf, {{cells, far_bits.data()}, {age, ages.data()}}, sum);
 }
 
 bool run_fold(const CacheLayer & layer, int32_t group, const std::vector<int32_t> & entries, int32_t n_groups,
@@ -473,11 +476,10 @@ ggml_tensor * probe_select(ggml_context * ctx, int32_t n_head, int32_t n_head_kv
                            bool pool) {
     const CacheLayer layer    = probe_layer(ctx, n_head_kv, head_dim, group);
     const int32_t    capacity = int32_t(kProbeCells / group);
-    NodeSpec         spec     = {layer, group, {}, 1.0f};
     ggml_tensor *    groups =
         pool ? ggml_new_tensor_3d(ctx, GGML_TYPE_I32, group_list_stride(capacity), n_head_kv, 1) : nullptr;
-    return select_node(ctx, spec, probe_q(ctx, n_head, head_dim), probe_plan(ctx, group), probe_mask(ctx), groups,
-                       capacity, false);
+    return select_node(ctx, {layer, group, {}, 1.0f}, probe_q(ctx, n_head, head_dim), probe_plan(ctx, group),
+                       probe_mask(ctx), groups, capacity, false);
 }
 
 ggml_tensor * probe_score(ggml_context * ctx, int32_t n_head, int32_t n_head_kv, int32_t head_dim, int32_t group) {

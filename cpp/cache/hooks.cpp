@@ -194,9 +194,9 @@ void kvfold_access::ctor_begin(llama_kv_cache & kv, ggml_type & type_k, ggml_typ
                 offload = false;
                 break;
             }
-            const bool sampled = (config->score & (KVFOLD_SCORE_SNAPKV | KVFOLD_SCORE_ENTROPY)) != 0;
+
             if (kv.kvfold->evicts() && config->score != KVFOLD_SCORE_RECENT &&
-                (sampled || !(runs(kvfold::probe_score) && runs(kvfold::probe_observe)))) {
+                (kvfold::is_sampled(config->score) || !(runs(kvfold::probe_score) && runs(kvfold::probe_observe)))) {
                 kvfold::fail(kvfold::message("kv_type fp4_csa2_ced: %s cannot score tokens by kv_score %s; possible "
                                              "there: kv_score recent, or a "
                                              "cache in host memory (offload_kqv off)",
@@ -592,8 +592,9 @@ void kvfold::say(const std::string & line) {
 }
 
 void kvfold_access::announce(const llama_context & ctx) {
-    if (const llama_kv_cache * base = find_caches(ctx.get_memory()).base; base != nullptr && base->kvfold) {
-        base->kvfold->context = &ctx;
+    llama_kv_cache * kv = folding_cache(ctx);
+    if (kv != nullptr) {
+        kv->kvfold->context = &ctx;
     }
     kvfold_stats s;
     if (ctx.get_model().hparams.no_alloc || !stats(ctx, s)) {
@@ -601,9 +602,9 @@ void kvfold_access::announce(const llama_context & ctx) {
     }
     const double mib = 1024.0 * 1024.0;
     std::string  lookup;
-    if (const auto base = find_caches(ctx.get_memory()).base; base->kvfold->looks_up) {
+    if (kv->kvfold->looks_up) {
         lookup = kvfold::message("; beyond %d tokens decoding reads %.0f-%.0f %%", s.config.min_context,
-                                 100.0 * double(s.config.lookup_min), 100.0 * double(largest_share(*base->kvfold)));
+                                 100.0 * double(s.config.lookup_min), 100.0 * double(largest_share(*kv->kvfold)));
     }
     const std::string line = kvfold::message(
         "kv %s: %.1f MiB, f16 would be %.1f (%.1f %%); near %.1f MiB; attention on %s%s",

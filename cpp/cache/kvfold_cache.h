@@ -93,7 +93,7 @@ struct kvfold_cache {
     int32_t  list_capacity  = 0;  // groups
     int32_t  pool_capacity  = 0;
 
-    // The search in two levels. Spans are kept where the settings ask for it; a device may not be able to use them.
+    // The search in two levels. There are spans where the settings ask for it and all layers are in host memory.
     kvfold::SpanIndex spans;
 
     // SelectArgs::most_spans of a look-up among `n_kv` cells; 0: it looks at all groups.
@@ -149,8 +149,8 @@ struct kvfold_cache {
     // kvfold_get_alignment()
     std::vector<kvfold_alignment> alignment() const;
 
-    // Takes note of what the graph of `plan` has done, and finishes its folds in layers that it did not reach when aborted. After an abort the micro-batch's tokens are
-    // removed, so its cells are empty now or among `reused`, the cells of the next micro-batch.
+    // Takes note of what the graph of `plan` has done, and finishes its folds in layers that it did not reach when aborted. After an
+    // abort the micro-batch's tokens are removed, so its cells are empty now or among `reused`, the cells of the next micro-batch.
     void repair(const llama_kv_cells & cells, const std::vector<uint32_t> & reused);
 
     // The cache that owns a root key tensor, and the layer; null for other tensors. (Attention is built from tensors alone.)

@@ -26,11 +26,13 @@ int32_t age_of(const llama_kv_cells & cells, uint32_t cell, uint32_t n_seq_max) 
 std::vector<float> make_scores(const kvfold_cache & cache, const llama_kv_cells & cells) {
     const uint32_t        n = cells.size();
     std::vector<uint32_t> far((n + 31) / 32, 0);
-    std::vector<int32_t>  ages(n, 0);
+    std::vector<int32_t>  ages(n, 0);  // wanted by sampled scores only
+    const uint32_t        kinds = cache.config.score;
+    const bool            aged  = is_sampled(kinds);
     for (uint32_t c = 0; c < n; ++c) {
         if (!cells.is_empty(c) && cache.near.row_of(c) < 0) {
             far[c / 32] |= 1u << (c % 32);
-            ages[c] = age_of(cells, c, cache.n_seq_max);
+            ages[c] = aged ? age_of(cells, c, cache.n_seq_max) : 0;
         }
     }
     std::vector<float> scores(size_t(kScoreRows) * n, 0.0f);
@@ -38,7 +40,6 @@ std::vector<float> make_scores(const kvfold_cache & cache, const llama_kv_cells 
         std::copy(made.begin(), made.end(), scores.begin() + std::ptrdiff_t(row) * n);
         return !made.empty();
     };
-    const uint32_t kinds = cache.config.score;
     if ((kinds & (KVFOLD_SCORE_KEYDIFF | KVFOLD_SCORE_VNORM | KVFOLD_SCORE_ATTN)) != 0 &&
         !put(0, run_score(cache.layers, cache.config.group, far))) {
         return {};

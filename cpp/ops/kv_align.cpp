@@ -62,10 +62,7 @@ class HeadAlignment {
             }
             // Rounding may leave a little more in the part than in the whole.
             const double lost = std::max(0.0, all.value() - read.value());
-            sums[head].queries += 1.0;
-            sums[head].recalled += std::exp(-lost);
-            sums[head].divergence += lost;
-            sums[head].largest = std::max(sums[head].largest, lost);
+            sums[head].add({1.0, std::exp(-lost), lost, lost});
         }
     }
 

@@ -1,6 +1,8 @@
 // kv_align: how much of the attention over everything an attention over lists of groups gets. For reports; slow, and only on the CPU.
 #pragma once
 
+#include <algorithm>
+
 #include "ops/kv_select.h"
 
 namespace kvfold {
@@ -13,6 +15,13 @@ struct Alignment {
     double recalled;    // sum of R / A
     double divergence;  // sum of log(A / R)
     double largest;     // largest log(A / R)
+
+    void add(const Alignment & other) {
+        queries += other.queries;
+        recalled += other.recalled;
+        divergence += other.divergence;
+        largest = std::max(largest, other.largest);
+    }
 };
 
 // `a.attend.out` and `a.unread` are not used. sums [n_head]: added to.

@@ -86,6 +86,17 @@ constexpr SideLayout side_layout(const LayerMemory & m) {
     return side_layout(m.n_head_kv, m.head_dim, m.n_cells / m.group, m.n_spans);
 }
 
+// Queries of a micro-batch for operations that only watch them.
+struct QueryRows {
+    const float * q;  // as in AttendArgs
+    int64_t       q_stride_query;
+    int64_t       q_stride_head;
+    int32_t       n_q;
+    int32_t       n_head;
+    int32_t       head_dim;
+    int32_t       rot;  // Rotation::k
+};
+
 // The micro-batch's own rows, f32; row r of head h starts at base + r*row_stride + h*head_dim (strides in floats).
 struct CurrentRows {
     const float * k;

@@ -61,7 +61,7 @@ void   kv_score_cuda(const ScoreArgs & a, const CudaDevice & device, void * scra
 void kv_observe_cuda(const std::vector<ObserveArgs> & layers, cudaStream_t stream);
 
 // kv_fold: `a.n_groups` is the capacity of the plan; how many entries are real is read from `n_real` (device memory) when
-// it is not null. The bytes written equal those of the CPU.
+// it is not null. The bytes written equal those of the CPU. Spans are not made: a cache on a device has none.
 void kv_fold_cuda(const FoldArgs & a, const int32_t * n_real, cudaStream_t stream);
 
 // Where the number of a plan that has been carried out is copied from and to (device memory); null: nowhere.

@@ -163,21 +163,12 @@ void kv_lose(const LoseArgs & args, const Threads & t) {
                 lost += (far >> (c % 32) & 1u) != 0 ? double(p[c / kTile * stride + c % kTile]) : 0.0;
             }
             const double kept = std::max(1.0 - lost, 1e-7);  // what rounding leaves of nothing
-            Alignment &  sum  = mine[row % shape.gqa];
-            sum.queries += 1.0;
-            sum.recalled += kept;
-            sum.divergence -= std::log(kept);
-            sum.largest = std::max(sum.largest, -std::log(kept));
+            mine[row % shape.gqa].add({1.0, kept, -std::log(kept), -std::log(kept)});
         };
     });
     for (int32_t j = t.ith; j < a.n_head; j += t.nth) {
         for (int32_t task = j / shape.gqa; task < shape.n_tasks; task += a.mem.n_head_kv) {
-            const Alignment & one = sums[int64_t(task) * shape.gqa + j % shape.gqa];
-            Alignment &       all = args.sums[j];
-            all.queries += one.queries;
-            all.recalled += one.recalled;
-            all.divergence += one.divergence;
-            all.largest = std::max(all.largest, one.largest);
+            args.sums[j].add(sums[int64_t(task) * shape.gqa + j % shape.gqa]);
         }
     }
 }

@@ -14,16 +14,9 @@ struct SampleRule {
 
 // Samples of a layer, f16 [1 + rows][n_head][head_dim], in the rotated basis. The first row is a header, an int64: the number N of
 // queries seen. Query number n, a multiple of `every`, is in row 1 + n / every % rows, and its age is N - 1 - n.
-struct SampleArgs {
-    const float * q;  // as in AttendArgs
-    int64_t       q_stride_query;
-    int64_t       q_stride_head;
-    int32_t       n_q;
-    int32_t       n_head;
-    int32_t       head_dim;
-    int32_t       rot;  // Rotation::k
-    SampleRule    rule;
-    uint16_t *    samples;  // updated
+struct SampleArgs : QueryRows {
+    SampleRule rule;
+    uint16_t * samples;  // updated
 };
 void kv_sample(const SampleArgs & a, const Threads & t);
 

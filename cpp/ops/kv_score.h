@@ -42,15 +42,8 @@ struct ScoreArgs {
 size_t kv_score_scratch(const ScoreArgs & a, int nth);
 void   kv_score(const ScoreArgs & a, const Threads & t);
 
-struct ObserveArgs {
-    const float * q;  // as in AttendArgs
-    int64_t       q_stride_query;
-    int64_t       q_stride_head;
-    int32_t       n_q;
-    int32_t       n_head;
-    int32_t       head_dim;
-    int32_t       rot;      // Rotation::k
-    float *       queries;  // statistics, updated
+struct ObserveArgs : QueryRows {
+    float * queries;  // statistics, updated
 };
 size_t kv_observe_scratch(const ObserveArgs & a, int nth);
 void   kv_observe(const ObserveArgs & a, const Threads & t);

@@ -193,29 +193,23 @@ inline ScoreArgs score_args(const ggml_tensor * t) {
     return a;
 }
 
-inline ObserveArgs observe_args(const ggml_tensor * t) {
-    const ggml_tensor * q = t->src[observe_src::q];
-    const NodeParams    p = node_params(t);
+inline QueryRows query_rows(const ggml_tensor * node, const ggml_tensor * q) {
+    const NodeParams p = node_params(node);
     return {tensor_data<const float>(q),
             int64_t(q->nb[1] / sizeof(float)),
             int64_t(q->nb[2] / sizeof(float)),
             int32_t(q->ne[1]),
             int32_t(q->ne[2]),
             p.head_dim,
-            p.rot_k,
-            tensor_data<float>(t->src[observe_src::queries])};
+            p.rot_k};
+}
+
+inline ObserveArgs observe_args(const ggml_tensor * t) {
+    return {query_rows(t, t->src[observe_src::q]), tensor_data<float>(t->src[observe_src::queries])};
 }
 
 inline SampleArgs sample_args(const ggml_tensor * t) {
-    const ObserveArgs o = observe_args(t);
-    return {o.q,
-            o.q_stride_query,
-            o.q_stride_head,
-            o.n_q,
-            o.n_head,
-            o.head_dim,
-            o.rot,
-            sample_rule(SampledScore(node_params(t).min_tokens)),
+    return {query_rows(t, t->src[sample_src::q]), sample_rule(SampledScore(node_params(t).min_tokens)),
             tensor_data<uint16_t>(t->src[sample_src::samples])};
 }
 
