@@ -1,5 +1,7 @@
 #include "ops/cpu_backend.h"
 
+#include <algorithm>
+
 #include "ggml-backend-impl.h"
 #include "ggml-cpu.h"
 #include "ggml-impl.h"
@@ -20,6 +22,37 @@ FoldArgs real_folds(const ggml_tensor * t) {
     return a;
 }
 
+// The same operation when every cell is in use. Scratch is asked for by it: a work buffer that followed the depth of a context
+// would be allocated anew again and again, and each time leave a hole of its former size in the heap.
+template <typename Args>
+Args at_full_depth(Args a) {
+    a.n_kv = a.mem.n_cells;
+    return a;
+}
+
+template <>
+SparseAttendArgs at_full_depth(SparseAttendArgs a) {
+    a.attend = at_full_depth(a.attend);
+    return a;
+}
+
+template <>
+ReceiveArgs at_full_depth(ReceiveArgs a) {
+    a.attend = at_full_depth(a.attend);
+    return a;
+}
+
+template <>
+LoseArgs at_full_depth(LoseArgs a) {
+    a.attend = at_full_depth(a.attend);
+    return a;
+}
+
+// Queries are selected for in rounds, so that fewer cells can need more.
+size_t select_scratch(const SelectArgs & a, int n_threads) {
+    return std::max(kv_select_scratch(a, n_threads), kv_select_scratch(at_full_depth(a), n_threads));
+}
+
 class Traits : public ggml::cpu::tensor_traits {
   public:
     bool work_size(int n_threads, const ggml_tensor * op, size_t & size) override {
@@ -27,30 +60,30 @@ class Traits : public ggml::cpu::tensor_traits {
         switch (NodeOp(node_params(op).op)) {
         case NodeOp::attend:
             size += op->src[attend_src::selection] != nullptr
-                        ? kv_attend_sparse_scratch(sparse_attend_args(op), n_threads)
-                        : kv_attend_scratch(attend_args(op), n_threads);
+                        ? kv_attend_sparse_scratch(at_full_depth(sparse_attend_args(op)), n_threads)
+                        : kv_attend_scratch(at_full_depth(attend_args(op)), n_threads);
             return true;
         case NodeOp::select:
-            size += kv_select_scratch(select_args(op), n_threads);
+            size += select_scratch(select_args(op), n_threads);
             return true;
         case NodeOp::fold:
             size += kv_fold_scratch(fold_args(op), n_threads);
             return true;
         case NodeOp::score:
-            size += kv_score_scratch(score_args(op), n_threads);
+            size += kv_score_scratch(at_full_depth(score_args(op)), n_threads);
             return true;
         case NodeOp::observe:
         case NodeOp::observe_batched:
             size += kv_observe_scratch(observe_args(op), n_threads);
             return true;
         case NodeOp::receive:
-            size += kv_receive_scratch(receive_args(op), n_threads);
+            size += kv_receive_scratch(at_full_depth(receive_args(op)), n_threads);
             return true;
         case NodeOp::lose:
-            size += kv_lose_scratch(lose_args(op), n_threads);
+            size += kv_lose_scratch(at_full_depth(lose_args(op)), n_threads);
             return true;
         case NodeOp::sampled:
-            size += kv_sampled_scratch(sampled_args(op), n_threads);
+            size += kv_sampled_scratch(at_full_depth(sampled_args(op)), n_threads);
             return true;
         case NodeOp::store:
         case NodeOp::store_batched:

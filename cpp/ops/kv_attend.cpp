@@ -64,8 +64,8 @@ struct Shape {
         const int32_t units    = std::max(1, n_blocks * (a.mem.n_head_kv / heads));
         const int32_t wanted   = divide_up(std::max(kTargetTasks, 2 * nth), units);
         const int32_t shortest = heads > 1 ? kMinSplitAllHeads : kMinSplit;
-        n_splits               = std::max(1, std::min(wanted, tiles / shortest));
-        split                  = divide_up(tiles, n_splits);
+        const int32_t most     = std::max(1, std::min(wanted, tiles / shortest));
+        split                  = divide_up(tiles, most);
         n_splits               = std::max(1, divide_up(tiles, std::max(1, split)));
         n_tasks                = a.n_q == 0 ? 0 : units * n_splits;
         head_rows              = size_t(block) * size_t(gqa);
@@ -81,8 +81,9 @@ struct Shape {
         sources_offset = plan.reserve(size_t(a.n_kv) * sizeof(int32_t));
         rotated        = reserve_rotated(a, plan);
         thread_offset  = plan.reserve(size_t(nth) * thread_bytes);
-        partials       = {plan.reserve(n_splits > 1 ? Partials::size(a, n_splits) : 0), n_splits};
-        bytes          = plan.bytes();
+        // `most` and not `n_splits`: more cells never need less, see Traits::work_size
+        partials = {plan.reserve(most > 1 ? Partials::size(a, most) : 0), n_splits};
+        bytes    = plan.bytes();
     }
 };
 
