@@ -1,11 +1,11 @@
 // Checks and times the CPU operations of a kvfold cache without a model.
 //
 //     cpu_attend check              random small layers against a plain double-precision reference; exit 1 on a mismatch
-//     cpu_attend time [threads [what]]   decode, batch, prefill, fold at the shapes of real models
+//     cpu_attend time [threads [what]]   decode, batch, prefill, fold, lookup, score at the shapes of real models
 //
 // Built by hand:
 //     g++ -O3 -march=native -std=c++17 -Icpp -o cpu_attend bench/cpu_attend.cpp
-//         cpp/format/fp4_codec.cpp cpp/ops/kv_attend.cpp cpp/ops/kv_fold.cpp cpp/ops/rotate.cpp -lpthread
+//         cpp/format/fp4_codec.cpp cpp/ops/{kv_attend,kv_attend_sparse,kv_fold,kv_score,kv_select,rotate}.cpp -lpthread
 
 #include <algorithm>
 #include <chrono>
@@ -23,6 +23,8 @@
 #include "format/fp4_codec.h"
 #include "ops/cell_lists.h"
 #include "ops/kv_ops.h"
+#include "ops/kv_score.h"
+#include "ops/kv_select.h"
 #include "ops/thread_team.h"
 
 using namespace kvfold;
@@ -61,7 +63,7 @@ struct Layer {
     std::vector<uint16_t> near_k, near_v;
     LayerMemory           mem;
 
-    Layer(Dims d, int32_t n_cells, int32_t n_near) : dims(d) {
+    Layer(Dims d, int32_t n_cells, int32_t n_near, int32_t n_spans = 0) : dims(d) {
         const size_t blocks = size_t(d.n_head_kv) * size_t(d.head_dim / 64);
         const size_t row    = size_t(d.n_head_kv) * size_t(d.head_dim);
         // Poison: bytes 0xFF are NaN in f16 and a huge scale in FP4.
@@ -69,10 +71,10 @@ struct Layer {
         far_v.resize(size_t(n_cells) * blocks);
         std::memset(static_cast<void *>(far_k.data()), 0xFF, far_k.size() * sizeof(Fp4Block));
         std::memset(static_cast<void *>(far_v.data()), 0xFF, far_v.size() * sizeof(Fp4Block));
-        side.assign(side_layout(d.n_head_kv, d.head_dim, n_cells / d.group, 0).bytes, 0xFF);
+        side.assign(side_layout(d.n_head_kv, d.head_dim, n_cells / d.group, n_spans).bytes, 0xFF);
         near_k.assign(size_t(n_near) * row, 0xFFFF);
         near_v.assign(size_t(n_near) * row, 0xFFFF);
-        mem = {d.n_head_kv,  d.head_dim,   d.group,     n_cells,       n_near,       0,
+        mem = {d.n_head_kv,  d.head_dim,   d.group,     n_cells,       n_near,       n_spans,
                far_k.data(), far_v.data(), side.data(), near_k.data(), near_v.data()};
     }
 };
@@ -328,59 +330,191 @@ bool check_all() {
 
 // --- times -----------------------------------------------------------------------------------------------------------
 
-// Sinks and the recent window near, the micro-batch current, the rest far; causal mask.
-void time_attend(std::mt19937 & rng, const char * name, Dims d, int32_t n_past, int32_t n_q, int nth) {
-    const int32_t n_kv   = (n_past + n_q + 255) / 256 * 256;
-    const int32_t tail   = 128;
-    const size_t  row    = size_t(d.n_head_kv) * size_t(d.head_dim);
-    const size_t  blocks = row / 64;
-    Layer         layer(d, n_kv, tail + 8);
-    const auto    sample = normal(rng, row, 1.0f);
-    const auto    cur    = normal(rng, size_t(n_q) * row, 1.0f);
-    for (int32_t c = 0; c < n_kv; ++c) {
-        fp4_encode_row(sample.data(), layer.far_k.data() + size_t(c) * blocks, int64_t(row));
-        fp4_encode_row(sample.data(), layer.far_v.data() + size_t(c) * blocks, int64_t(row));
-    }
-    for (int32_t g = 0; g < n_kv / d.group; ++g) {
-        fp4_encode_row(sample.data(), reinterpret_cast<Fp4Block *>(layer.side.data()) + size_t(g) * blocks,
-                       int64_t(row));
-    }
-    std::fill(layer.near_k.begin(), layer.near_k.end(), f16_encode(0.5f));
-    std::fill(layer.near_v.begin(), layer.near_v.end(), f16_encode(0.5f));
+// A layer in the middle of a conversation: sinks and the recent window near, the micro-batch current, the rest far; a causal
+// mask. Rows, queries and summaries are random, rows all the same ones.
+struct Scene {
+    Dims                  d;
+    int32_t               n_past, n_q, n_kv;
+    Layer                 layer;
+    std::vector<float>    cur, q, out;
+    std::vector<uint16_t> mask;
+    CellLists             cells;
+    AttendArgs            attend;
 
-    std::vector<int32_t>  src(static_cast<size_t>(n_kv), kSrcHidden);
-    std::vector<uint16_t> mask(size_t(n_q) * size_t(n_kv), 0xFC00);
-    for (int32_t c = 0; c < n_past + n_q; ++c) {
-        src[size_t(c)] = c >= n_past ? src_current(c - n_past) : c < 4 || c >= n_past - tail ? c % (tail + 8) : kSrcFar;
-        for (int32_t i = 0; i < n_q; ++i) {
-            if (c <= n_past + i) {
-                mask[size_t(i) * size_t(n_kv) + size_t(c)] = 0;
+    static constexpr int32_t kTail = 128;
+
+    Scene(std::mt19937 & rng, Dims dims, int32_t past, int32_t queries)
+        : d(dims), n_past(past), n_q(queries), n_kv((past + queries + 255) / 256 * 256),
+          layer(dims, n_kv, kTail + 8, n_kv / kSpanCells), mask(size_t(queries) * size_t(n_kv), 0xFC00) {
+        const size_t row    = size_t(d.n_head_kv) * size_t(d.head_dim);
+        const size_t blocks = row / 64;
+        const auto   sample = normal(rng, row, 1.0f);
+        cur                 = normal(rng, size_t(n_q) * row, 1.0f);
+        q                   = normal(rng, size_t(d.n_head) * size_t(n_q) * size_t(d.head_dim), 1.0f);
+        out.resize(q.size());
+        for (int32_t c = 0; c < n_kv; ++c) {
+            fp4_encode_row(sample.data(), layer.far_k.data() + size_t(c) * blocks, int64_t(row));
+            fp4_encode_row(sample.data(), layer.far_v.data() + size_t(c) * blocks, int64_t(row));
+        }
+        const SideLayout at = side_layout(layer.mem);
+        summarise(rng, 0, at.spread_offset, n_kv / d.group);
+        summarise(rng, at.span_offset, at.span_spread_offset, layer.mem.n_spans);
+        std::fill(layer.near_k.begin(), layer.near_k.end(), f16_encode(0.5f));
+        std::fill(layer.near_v.begin(), layer.near_v.end(), f16_encode(0.5f));
+
+        std::vector<int32_t> src(static_cast<size_t>(n_kv), kSrcHidden);
+        for (int32_t c = 0; c < n_past + n_q; ++c) {
+            const bool exact = c < 4 || c >= n_past - kTail;
+            src[size_t(c)]   = c >= n_past ? src_current(c - n_past) : exact ? c % (kTail + 8) : kSrcFar;
+            for (int32_t i = 0; i < n_q; ++i) {
+                if (c <= n_past + i) {
+                    mask[size_t(i) * size_t(n_kv) + size_t(c)] = 0;
+                }
             }
         }
+        cells = cell_lists(src.data(), n_kv);
+        const CurrentRows rows{cur.data(), cur.data(), int64_t(row), int64_t(row), n_q};
+        attend             = attend_args(layer, rows, cells, n_kv, q, n_q, out);
+        attend.rot         = usual_rotation(d);
+        attend.mask        = mask.data();
+        attend.mask_stride = n_kv;
     }
-    const auto         q = normal(rng, size_t(d.n_head) * size_t(n_q) * size_t(d.head_dim), 1.0f);
-    std::vector<float> out(q.size());
-    const CellLists    cells = cell_lists(src.data(), n_kv);
-    const CurrentRows  rows{cur.data(), cur.data(), int64_t(row), int64_t(row), n_q};
-    AttendArgs         a = attend_args(layer, rows, cells, n_kv, q, n_q, out);
-    a.rot                = usual_rotation(d);
-    a.mask               = mask.data();
-    a.mask_stride        = n_kv;
 
-    const auto  op       = [&](const Threads & t) { kv_attend(a, t); };
-    const Times estimate = run(nth, kv_attend_scratch(a, nth), 1, op);
+    double row_bytes() const { return double(d.n_head_kv) * d.head_dim / 64 * sizeof(Fp4Block); }
+
+  private:
+    // Summaries and spreads of `n` groups or spans. No two neighbours are alike, or what is looked up would lie side by side.
+    void summarise(std::mt19937 & rng, size_t rows_at, size_t spreads_at, int32_t n) {
+        const size_t row    = size_t(d.n_head_kv) * size_t(d.head_dim);
+        const int    n_rows = 61;
+        const auto   some   = normal(rng, size_t(n_rows) * row, 0.5f);
+        auto *       to     = reinterpret_cast<Fp4Block *>(layer.side.data() + rows_at);
+        for (int32_t i = 0; i < n; ++i) {
+            const size_t which = rng() % size_t(n_rows);
+            fp4_encode_row(some.data() + which * row, to + size_t(i) * (row / 64), int64_t(row));
+        }
+        const std::vector<uint16_t> spreads(size_t(n) * size_t(d.n_head_kv), f16_encode(0.1f));
+        std::memcpy(layer.side.data() + spreads_at, spreads.data(), spreads.size() * sizeof(uint16_t));
+    }
+};
+
+// The best of three measurements, of about a third of a second each.
+template <typename Op>
+Times time_of(int nth, size_t scratch, const Op & op) {
+    const Times estimate = run(nth, scratch, 1, op);
     const int   repeats  = std::clamp(int(0.3 / estimate.wall), 1, 300);
     Times       best{1e9, 1e9};
     for (int i = 0; i < 3; ++i) {
-        const Times now = run(nth, kv_attend_scratch(a, nth), repeats, op);
+        const Times now = run(nth, scratch, repeats, op);
         best            = {std::min(best.wall, now.wall), std::min(best.cpu, now.cpu)};
     }
-    const double bytes = double(n_past) * double(row) / 64 * 36 * (2 + 1.0 / d.group);
+    return best;
+}
+
+void time_attend(std::mt19937 & rng, const char * name, Dims d, int32_t n_past, int32_t n_q, int nth) {
+    const Scene scene(rng, d, n_past, n_q);
+    const Times best =
+        time_of(nth, kv_attend_scratch(scene.attend, nth), [&](const Threads & t) { kv_attend(scene.attend, t); });
+    const double bytes = double(n_past) * scene.row_bytes() * (2 + 1.0 / d.group);
     const double flops = 4.0 * double(d.n_head) * d.head_dim * n_q * (n_past + 0.5 * n_q);
     std::printf("%-8s %2d/%d x %3d group %d past %5d n_q %3d: %9.1f us a layer, %6.2f GB/s, %6.1f Gflop/s; "
                 "processor time %9.1f us\n",
                 name, d.n_head, d.n_head_kv, d.head_dim, d.group, n_past, n_q, best.wall * 1e6,
                 bytes / best.wall * 1e-9, flops / best.wall * 1e-9, best.cpu * 1e6);
+}
+
+// One token that looks up: `share` of the groups, `most` tokens at most (0: no bound), found among all groups, or among those
+// of the best spans, `pool` groups of them.
+void time_lookup(const Scene & scene, const char * name, float share, int32_t most, int32_t pool, int nth) {
+    const LayerMemory &   mem      = scene.layer.mem;
+    const int32_t         n_groups = scene.n_kv / mem.group;
+    const int32_t         capacity = int32_t(share * float(n_groups)) + 64;
+    std::vector<int32_t>  lists(size_t(mem.n_head_kv) * size_t(group_list_stride(capacity)));
+    std::vector<float>    unread(size_t(scene.d.n_head));
+    std::vector<uint64_t> counters(2, 0);
+    // Every span is summarised but the first and the last ones, which hold exact rows.
+    std::vector<uint32_t> ready(size_t(mem.n_spans) / 32 + 1, 0);
+    for (int32_t s = 1; s < (scene.n_past - Scene::kTail) / kSpanCells; ++s) {
+        ready[size_t(s) / 32] |= 1u << (s % 32);
+    }
+
+    const AttendArgs & a = scene.attend;
+    SelectArgs         select{};
+    select.mem            = mem;
+    select.rot            = a.rot;
+    select.far_bits       = a.far_bits;
+    select.n_kv           = a.n_kv;
+    select.q              = a.q;
+    select.q_stride_query = a.q_stride_query;
+    select.q_stride_head  = a.q_stride_head;
+    select.n_q            = a.n_q;
+    select.n_head         = a.n_head;
+    select.mask           = a.mask;
+    select.mask_stride    = a.mask_stride;
+    select.scale          = a.scale;
+    select.budget         = {share, share, 0.0f, 0, most};
+    select.ready          = pool > 0 ? ready.data() : nullptr;
+    select.most_spans     = std::max(1, pool * mem.group / kSpanCells);
+    select.selected       = lists.data();
+    select.capacity       = capacity;
+    select.counters       = counters.data();
+    select.unread         = unread.data();
+    const SparseAttendArgs sparse{a, lists.data(), capacity, unread.data()};
+
+    const Times find = time_of(nth, kv_select_scratch(select, nth), [&](const Threads & t) { kv_select(select, t); });
+    const Times read =
+        time_of(nth, kv_attend_sparse_scratch(sparse, nth), [&](const Threads & t) { kv_attend_sparse(sparse, t); });
+    const double taken  = double(lists[0]) * mem.group;
+    const double spans  = pool > 0 ? double(mem.n_spans) : 0.0;
+    const double scored = pool > 0 ? std::min(double(pool), double(n_groups)) : double(n_groups);
+    std::printf(
+        "lookup   %2d/%d x %3d group %d past %6d %-24s: %8.1f us to find %6.0f tokens, %6.2f GB/s; %8.1f us to read "
+        "them, %6.2f GB/s; together %8.1f us\n",
+        scene.d.n_head, mem.n_head_kv, mem.head_dim, mem.group, scene.n_past, name, find.wall * 1e6, taken,
+        (scored + spans) * scene.row_bytes() / find.wall * 1e-9, read.wall * 1e6,
+        taken * (2 + 1.0 / mem.group) * scene.row_bytes() / read.wall * 1e-9, (find.wall + read.wall) * 1e6);
+}
+
+void time_lookups(std::mt19937 & rng, Dims d, int nth) {
+    for (const int32_t past : {8192, 32768, 65536, 131072}) {
+        time_attend(rng, "all", d, past, 1, nth);
+        const Scene scene(rng, d, past, 1);
+        time_lookup(scene, "20 %", 0.2f, 0, 0, nth);
+        time_lookup(scene, "20 %, 4096 at most", 0.2f, 4096, 0, nth);
+        time_lookup(scene, "the same, of 8192 groups", 0.2f, 4096, 8192, nth);
+        time_lookup(scene, "the same, of 4096 groups", 0.2f, 4096, 4096, nth);
+    }
+}
+
+// Scores of all cells of a layer, with those that take values or without, and statistics of the queries of one token and of 512.
+void time_score(std::mt19937 & rng, Dims d, int32_t past, bool sizes, int nth) {
+    const Scene        scene(rng, d, past, 512);
+    const AttendArgs & a = scene.attend;
+    std::vector<float> queries(size_t(query_stats_size(d.n_head, d.head_dim)), 0.0f);
+    const QueryRows    rows{a.q, a.q_stride_query, a.q_stride_head, 1, d.n_head, d.head_dim, a.rot.k};
+    ObserveArgs        observe{rows, queries.data()};
+    const auto         watch = [&](const Threads & t) { kv_observe(observe, t); };
+    const Times        one   = time_of(nth, kv_observe_scratch(observe, nth), watch);
+    observe.n_q              = 512;
+    const Times many         = time_of(nth, kv_observe_scratch(observe, nth), watch);
+
+    std::vector<float> scores(size_t(kScoreKinds) * size_t(a.n_kv));
+    ScoreArgs          score{};
+    score.mem         = a.mem;
+    score.far_bits    = a.far_bits;
+    score.n_kv        = a.n_kv;
+    score.queries     = queries.data();
+    score.n_head      = a.n_head;
+    score.scale       = a.scale;
+    score.sizes       = sizes;
+    score.scores      = scores.data();
+    const Times  all  = time_of(nth, kv_score_scratch(score, nth), [&](const Threads & t) { kv_score(score, t); });
+    const double read = double(past) * (1.0 + double(sizes) + 1.0 / d.group) * scene.row_bytes();
+    std::printf(
+        "score    %2d/%d x %3d group %d past %6d %s values: %8.1f us a layer, %6.2f GB/s, processor time %8.1f us; "
+        "queries of 1 token %6.2f us, of 512 %8.1f us\n",
+        d.n_head, d.n_head_kv, d.head_dim, d.group, past, sizes ? "with" : "without", all.wall * 1e6,
+        read / all.wall * 1e-9, all.cpu * 1e6, one.wall * 1e6, many.wall * 1e6);
 }
 
 void time_fold(std::mt19937 & rng, Dims d, int32_t tokens, int nth) {
@@ -424,6 +558,15 @@ void time_all(int nth, const std::string & only) {
     attend("prefill", small, 8192, 512);
     attend("prefill", large, 8192, 128);
     attend("prefill", Dims{4, 1, 256, 4}, 8192, 128);
+    if (std::string("lookup").find(only) != std::string::npos) {
+        time_lookups(rng, large, nth);
+    }
+    if (std::string("score").find(only) != std::string::npos) {
+        for (const bool sizes : {false, true}) {
+            time_score(rng, small, 3328, sizes, nth);
+            time_score(rng, large, 8192, sizes, nth);
+        }
+    }
     if (std::string("fold").find(only) != std::string::npos) {
         time_fold(rng, small, 512, nth);
         time_fold(rng, large, 512, nth);
@@ -442,6 +585,6 @@ int main(int argc, char ** argv) {
                  argc > 3 ? argv[3] : "");
         return 0;
     }
-    std::fprintf(stderr, "usage: cpu_attend check | time [threads [decode|batch|prefill|fold]]\n");
+    std::fprintf(stderr, "usage: cpu_attend check | time [threads [decode|batch|prefill|fold|lookup|score]]\n");
     return 1;
 }
