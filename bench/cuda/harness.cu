@@ -1021,6 +1021,7 @@ void check_score(Rng & rng, const ScoreCase & c, const CudaDevice & device) {
         x = normal(rng);
     }
     ScoreArgs host{};
+    host.sizes = true;
     host.mem = l.memory(), host.far_bits = far.data(), host.n_kv = c.n_kv;
     host.queries = c.queries == "none" ? nullptr : queries.data(), host.n_head = n_head;
     host.scale = 1.0f / std::sqrt(float(c.dim)), host.softcap = c.softcap;

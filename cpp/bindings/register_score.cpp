@@ -25,6 +25,7 @@ py::array_t<float> score(const py::array & far_k, const py::array & far_v, const
     a.n_head              = n_head;
     a.scale               = scale;
     a.softcap             = softcap;
+    a.sizes               = true;
     if (n_head < 1 || n_head % a.mem.n_head_kv != 0) {
         throw py::value_error("n_head: " + std::to_string(n_head) + " is no multiple of " +
                               std::to_string(a.mem.n_head_kv));

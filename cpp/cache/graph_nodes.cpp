@@ -5,6 +5,7 @@
 #include <functional>
 #include <initializer_list>
 #include <stdexcept>
+#include <thread>
 #include <vector>
 
 #include "cache/hooks.h"
@@ -167,12 +168,13 @@ ggml_tensor * fold_node(ggml_context * ctx, const NodeSpec & spec, ggml_tensor *
     return t;
 }
 
+// With `q` the queries are observed too.
 ggml_tensor * store_node(ggml_context * ctx, const NodeSpec & spec, bool batched, ggml_tensor * plan,
-                         ggml_tensor * before) {
+                         ggml_tensor * before, ggml_tensor * q = nullptr) {
     const CacheLayer & layer = spec.layer;
     ggml_tensor *      t     = ggml_view_tensor(ctx, layer.tier);
     make_custom(t, batched ? NodeOp::store_batched : NodeOp::store, spec,
-                {layer.tier, layer.k_cur, layer.v_cur, plan, before});
+                {layer.tier, layer.k_cur, layer.v_cur, plan, before, q, q != nullptr ? layer.queries : nullptr});
     return t;
 }
 
@@ -284,8 +286,17 @@ ggml_backend_dev_t device_of(const CacheLayer & layer) {
 // A backend of one's own for memory that is there already; null if there is none.
 ggml_backend_ptr backend_of(const CacheLayer & layer) {
     ggml_backend_dev_t dev = device_of(layer);
-    return ggml_backend_ptr(dev != nullptr ? ggml_backend_dev_init(dev, nullptr)
-                                           : ggml_backend_init_by_type(GGML_BACKEND_DEVICE_TYPE_CPU, nullptr));
+    ggml_backend_ptr   backend(dev != nullptr ? ggml_backend_dev_init(dev, nullptr)
+                                              : ggml_backend_init_by_type(GGML_BACKEND_DEVICE_TYPE_CPU, nullptr));
+    if (backend) {
+        // ggml takes 4 whatever the machine has; more threads than cores wait for each other. Only a CPU has this function.
+        ggml_backend_reg_t reg = ggml_backend_dev_backend_reg(ggml_backend_get_device(backend.get()));
+        if (void * set = ggml_backend_reg_get_proc_address(reg, "ggml_backend_set_n_threads")) {
+            const int n_threads = int(std::clamp(std::thread::hardware_concurrency(), 1u, 4u));
+            reinterpret_cast<ggml_backend_set_n_threads_t>(set)(backend.get(), n_threads);
+        }
+    }
+    return backend;
 }
 
 // An input of such a graph, and what is in it.
@@ -314,7 +325,7 @@ std::vector<float> run_graph(const ggml_backend_ptr & backend, ggml_context * ct
 
 // run_score() for layers of one device.
 std::vector<float> score_on_device(const std::vector<const CacheLayer *> & layers, int32_t group,
-                                   const std::vector<uint32_t> & far_bits) {
+                                   const std::vector<uint32_t> & far_bits, bool sizes) {
     const ggml_backend_ptr backend = backend_of(*layers[0]);
     if (!backend) {
         return {};
@@ -325,7 +336,9 @@ std::vector<float> score_on_device(const std::vector<const CacheLayer *> & layer
             {ggml_tensor_overhead() * n_tensors + ggml_graph_overhead_custom(n_tensors, false), nullptr, true}));
     };
     const auto spec_of = [&](const CacheLayer & layer) {
-        return NodeSpec{layer, group, {}, layer.scale, layer.softcap};
+        NodeSpec spec{layer, group, {}, layer.scale, layer.softcap};
+        spec.budget.min_tokens = sizes ? 1 : 0;  // ScoreArgs::sizes
+        return spec;
     };
     const ggml_context_ptr questions = new_ctx(), ctx = new_ctx();
     ggml_tensor *          cells  = ggml_new_tensor_1d(ctx.get(), GGML_TYPE_I32, int64_t(far_bits.size()));
@@ -351,7 +364,7 @@ size_t index_of(SampledScore score) { return score == kSampledKinds[0].score ? 0
 }  // namespace
 
 std::vector<float> run_score(const std::vector<CacheLayer> & layers, int32_t group,
-                             const std::vector<uint32_t> & far_bits) {
+                             const std::vector<uint32_t> & far_bits, bool sizes) {
     std::vector<std::vector<const CacheLayer *>> devices;
     for (const CacheLayer & layer : layers) {
         const auto same = std::find_if(devices.begin(), devices.end(),
@@ -364,7 +377,7 @@ std::vector<float> run_score(const std::vector<CacheLayer> & layers, int32_t gro
     }
     std::vector<float> sum;
     for (const auto & device : devices) {
-        const std::vector<float> scores = score_on_device(device, group, far_bits);
+        const std::vector<float> scores = score_on_device(device, group, far_bits, sizes);
         if (scores.empty()) {
             return {};
         }
@@ -526,10 +539,14 @@ ggml_tensor * kvfold_build_attn(const llm_graph_context & g, ggml_tensor * q, gg
         kvfold::keep_with_cache(g, layer, node);
         ggml_build_forward_expand(g.gf, node);
     };
-    if (il == layer.il && cache->second_pass == 0) {
+    // On the CPU a node costs as much as watching the queries of a token: the store node does it, if this layer has one.
+    const bool first_reading  = il == layer.il && cache->second_pass == 0;
+    const bool store_observes = first_reading && il == layer.last_il && layer.queries != nullptr &&
+                                ggml_backend_buffer_is_host(layer.far_k->buffer);
+    if (first_reading) {
         layer.scale   = kq_scale;
         layer.softcap = softcap;
-        if (layer.queries != nullptr) {
+        if (layer.queries != nullptr && !store_observes) {
             ggml_tensor * observe = kvfold::observe_node(g.ctx0, spec, at_the_end, q);
             if (at_the_end) {
                 ggml_format_name(observe, "kvfold_observe-%d", il);
@@ -572,7 +589,8 @@ ggml_tensor * kvfold_build_attn(const llm_graph_context & g, ggml_tensor * q, gg
     if (il == layer.last_il) {
         const bool    batched = at_the_end && il != cache->final_il;
         ggml_tensor * fold    = kvfold::fold_node(g.ctx0, spec, input.words, attend);
-        ggml_tensor * store   = kvfold::store_node(g.ctx0, spec, batched, input.words, fold);
+        ggml_tensor * store =
+            kvfold::store_node(g.ctx0, spec, batched, input.words, fold, store_observes ? q : nullptr);
         ggml_format_name(fold, "kvfold_fold-%d", il);
         ggml_format_name(store, "kvfold_store-%d", il);
         input.commits.push_back(store);

@@ -13,10 +13,10 @@ namespace kvfold {
 bool run_fold(const CacheLayer & layer, int32_t group, const std::vector<int32_t> & entries, int32_t n_groups,
               int32_t epoch);
 
-// Scores the cells of `far_bits` (ScoreArgs), which all cells of the layers have a place in, and adds layers up:
-// [kScoreKinds][n_cells]; empty on failure. Runs on the layers' devices, which must have nothing left to do.
+// Scores the cells of `far_bits` (ScoreArgs, as is `sizes`), which all cells of the layers have a place in, and adds layers
+// up: [kScoreKinds][n_cells]; empty on failure. Runs on the layers' devices, which must have nothing left to do.
 std::vector<float> run_score(const std::vector<CacheLayer> & layers, int32_t group,
-                             const std::vector<uint32_t> & far_bits);
+                             const std::vector<uint32_t> & far_bits, bool sizes);
 
 // The same for scores from kept queries, [n_cells]; `ages` is SampledArgs::age.
 std::vector<float> run_sampled(const std::vector<CacheLayer> & layers, int32_t group, SampledScore score,

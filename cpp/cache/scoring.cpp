@@ -41,7 +41,7 @@ std::vector<float> make_scores(const kvfold_cache & cache, const llama_kv_cells 
         return !made.empty();
     };
     if ((kinds & (KVFOLD_SCORE_KEYDIFF | KVFOLD_SCORE_VNORM | KVFOLD_SCORE_ATTN)) != 0 &&
-        !put(0, run_score(cache.layers, cache.config.group, far))) {
+        !put(0, run_score(cache.layers, cache.config.group, far, (kinds & KVFOLD_SCORE_VNORM) != 0))) {
         return {};
     }
     for (const auto & kind : kSampledKinds) {

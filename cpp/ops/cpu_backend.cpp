@@ -87,6 +87,8 @@ class Traits : public ggml::cpu::tensor_traits {
             return true;
         case NodeOp::store:
         case NodeOp::store_batched:
+            size += op->src[store_src::queries] != nullptr ? kv_observe_scratch(observe_args(op), n_threads) : 0;
+            return true;
         case NodeOp::align:
         case NodeOp::sample:
             return true;
@@ -144,6 +146,9 @@ class Traits : public ggml::cpu::tensor_traits {
         case NodeOp::store_batched: {
             const StoreArgs a = store_args(op);
             kv_store(a, t);
+            if (op->src[store_src::queries] != nullptr) {
+                kv_observe(observe_args(op), t);
+            }
             if (t.ith == 0) {
                 *epoch_of(a.mem) = tensor_data<const int32_t>(op->src[store_src::plan])[kPlanEpoch];
             }

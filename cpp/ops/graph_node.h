@@ -190,6 +190,8 @@ enum : int {
     v_cur,
     plan,
     before,  // the fold of the same layer: it may read pool rows that are overwritten here
+    q,  // with the next one, on the CPU: the queries are observed as well (observe_src), which spares a node; or none
+    queries,
 };
 }
 

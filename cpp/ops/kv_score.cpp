@@ -19,7 +19,9 @@ namespace kvfold {
 
 namespace {
 
-constexpr int32_t kSliceCells = 1024;  // a multiple of every group size
+constexpr int32_t kSliceCells = 256;  // a multiple of every group size
+
+constexpr int32_t kSumValues = 64;  // that are added up in single precision
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
@@ -57,8 +59,8 @@ struct Work {
     float *           query;  // [n_head][2][head_dim] scale * mean, scale^2 / 2 * variance
     float *           cos;    // [n_head_kv][n_kv]
     float *           size;   // [n_head_kv][n_kv]
-    float *           logit;  // [n_head][n_kv]
-    float *           total;  // [n_head_kv] mean size of values, then [n_head] log of the sum of exp
+    float *           logit;  // [n_head][n_kv]; then exp(logit - largest one)
+    float *           total;  // [n_head_kv] mean size of values, then [n_head] sum of the exp
     bool              attention;
 
     Work(const ScoreArgs & args, const Shape & s, const Threads & t) : a(args), shape(s) {
@@ -186,6 +188,9 @@ void read_rows(const Work & w, int32_t slice) {
         int32_t decoded = -1;
         for (int32_t c = w.begin(slice); c < w.end(slice); ++c) {
             if (!w.far(c)) {
+                for (int32_t j = h * gqa; w.attention && j < (h + 1) * gqa; ++j) {
+                    w.logit[int64_t(j) * a.n_kv + c] = -kInfinity;
+                }
                 continue;
             }
             if (decoded != c / mem.group) {
@@ -199,9 +204,10 @@ void read_rows(const Work & w, int32_t slice) {
             const float length             = sqrtf(dot<DIM>(k, k));
             w.cos[int64_t(h) * a.n_kv + c] = length > 0.0f ? dot<DIM>(k, w.mean + h * DIM) / length : 0.0f;
 
-            decode<DIM>(row<DIM>(mem.far_v, mem, c, h), v);
-            w.size[int64_t(h) * a.n_kv + c] = sqrtf(dot<DIM>(v, v));
-
+            if (a.sizes) {
+                decode<DIM>(row<DIM>(mem.far_v, mem, c, h), v);
+                w.size[int64_t(h) * a.n_kv + c] = sqrtf(dot<DIM>(v, v));
+            }
             if (!w.attention) {
                 continue;
             }
@@ -229,27 +235,44 @@ int32_t count_far(const Work & w) {
     return n;
 }
 
+// Replaces x[i] by exp(x[i] - the largest of them), and returns their sum.
+float exponentials(float * x, int32_t n) {
+    float top = -std::numeric_limits<float>::max();
+    for (int32_t i = 0; i < n; ++i) {
+        top = x[i] > top ? x[i] : top;  // of numbers
+    }
+    double total = 0.0;
+    for (int32_t i = 0; i < n; i += kSumValues) {
+        const int32_t count         = std::min(kSumValues, n - i);
+        float         e[kSumValues] = {};
+        VFloat        sum           = v_set(0.0f);
+        std::copy_n(x + i, count, e);
+        std::fill(e + count, e + kSumValues, -kInfinity);
+        for (int32_t j = 0; j < kSumValues; j += kLanes) {
+            const VFloat some = v_exp(v_load(e + j) - v_set(top));
+            v_store(e + j, some);
+            sum = sum + some;
+        }
+        total += double(v_sum(sum));
+        std::copy_n(e, count, x + i);
+    }
+    return float(total);
+}
+
 // Phase 4: sums over all cells, of one KV head and of its heads.
 void make_totals(const Work & w, int32_t h) {
-    const ScoreArgs & a    = w.a;
-    const int32_t     gqa  = a.n_head / a.mem.n_head_kv;
-    const float *     size = w.size + int64_t(h) * a.n_kv;
-    double            sum  = 0.0;
-    for (int32_t c = 0; c < a.n_kv; ++c) {
-        sum += w.far(c) ? double(size[c]) : 0.0;
+    const ScoreArgs & a   = w.a;
+    const int32_t     gqa = a.n_head / a.mem.n_head_kv;
+    if (a.sizes) {
+        const float * size = w.size + int64_t(h) * a.n_kv;
+        double        sum  = 0.0;
+        for (int32_t c = 0; c < a.n_kv; ++c) {
+            sum += w.far(c) ? double(size[c]) : 0.0;
+        }
+        w.total[h] = float(sum / std::max(1, count_far(w)));
     }
-    w.total[h] = float(sum / std::max(1, count_far(w)));
     for (int32_t j = h * gqa; w.attention && j < (h + 1) * gqa; ++j) {
-        const float * logit = w.logit + int64_t(j) * a.n_kv;
-        float         top   = -kInfinity;
-        for (int32_t c = 0; c < a.n_kv; ++c) {
-            top = w.far(c) ? std::max(top, logit[c]) : top;
-        }
-        double mass = 0.0;
-        for (int32_t c = 0; c < a.n_kv; ++c) {
-            mass += w.far(c) ? double(expf(logit[c] - top)) : 0.0;
-        }
-        w.total[a.mem.n_head_kv + j] = top + float(std::log(mass));
+        w.total[a.mem.n_head_kv + j] = exponentials(w.logit + int64_t(j) * a.n_kv, a.n_kv);
     }
 }
 
@@ -263,12 +286,14 @@ void write_scores(const Work & w, int32_t slice) {
         if (w.far(c)) {
             for (int32_t h = 0; h < heads; ++h) {
                 mine[kNovelty] += 1.0f - w.cos[int64_t(h) * a.n_kv + c];
-                mine[kSize] += w.total[h] > 0.0f ? w.size[int64_t(h) * a.n_kv + c] / w.total[h] : 1.0f;
+                if (a.sizes) {
+                    mine[kSize] += w.total[h] > 0.0f ? w.size[int64_t(h) * a.n_kv + c] / w.total[h] : 1.0f;
+                }
             }
             mine[kNovelty] /= float(heads);
             mine[kSize] /= float(heads);
             for (int32_t j = 0; w.attention && j < a.n_head; ++j) {
-                mine[kAttention] += n * expf(w.logit[int64_t(j) * a.n_kv + c] - w.total[heads + j]);
+                mine[kAttention] += n / w.total[heads + j] * w.logit[int64_t(j) * a.n_kv + c];
             }
             mine[kAttention] /= float(a.n_head);
         }

@@ -36,6 +36,7 @@ struct ScoreArgs {
     int32_t          n_head;
     float            scale;
     float            softcap;
+    bool             sizes;   // the kind kSize is wanted: it alone takes values. Without, nothing need be added to it
     const float *    before;  // [kScoreKinds][n_kv] sums over earlier layers, or null
     float *          scores;  // [kScoreKinds][n_kv], may be `before`; nothing is added for cells that are not scored
 };

@@ -188,6 +188,7 @@ inline ScoreArgs score_args(const ggml_tensor * t) {
     a.n_head   = queries != nullptr ? int32_t((queries->ne[0] - 1) / 2 / p.head_dim) : p.n_head_kv;
     a.scale    = p.scale;
     a.softcap  = p.softcap;
+    a.sizes    = p.min_tokens != 0;
     a.before   = before != nullptr ? tensor_data<const float>(before) : nullptr;
     a.scores   = tensor_data<float>(t);
     return a;
@@ -204,8 +205,12 @@ inline QueryRows query_rows(const ggml_tensor * node, const ggml_tensor * q) {
             p.rot_k};
 }
 
+// Of an observe node, or of a store node that observes.
 inline ObserveArgs observe_args(const ggml_tensor * t) {
-    return {query_rows(t, t->src[observe_src::q]), tensor_data<float>(t->src[observe_src::queries])};
+    const NodeOp op     = NodeOp(node_params(t).op);
+    const bool   stores = op == NodeOp::store || op == NodeOp::store_batched;
+    return {query_rows(t, t->src[stores ? int(store_src::q) : int(observe_src::q)]),
+            tensor_data<float>(t->src[stores ? int(store_src::queries) : int(observe_src::queries)])};
 }
 
 inline SampleArgs sample_args(const ggml_tensor * t) {
