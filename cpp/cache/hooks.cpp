@@ -638,8 +638,7 @@ llama_kv_cache * kvfold_access::folding_cache(const llama_context & ctx) {
 
 int32_t kvfold_access::evicted(const llama_context & ctx, llama_seq_id seq, llama_pos end) {
     const llama_kv_cache * kv = folding_cache(ctx);
-    if (kv == nullptr || seq < 0 || seq >= llama_seq_id(kv->kvfold->n_seq_max) ||
-        (!kv->kvfold->evicts() && kv->kvfold->evicted_tokens == 0)) {
+    if (kv == nullptr || seq < 0 || seq >= llama_seq_id(kv->kvfold->n_seq_max) || !kv->kvfold->has_dropped()) {
         return 0;
     }
     return kvfold::count_evicted(kv->v_cells[0], seq, end);

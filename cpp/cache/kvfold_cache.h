@@ -132,6 +132,9 @@ struct kvfold_cache {
         int32_t   lost = 0;
     };
     std::vector<Compacted> compacted;
+    // Sequences may lack tokens that were dropped, here or before their state was saved.
+    bool has_dropped() const { return evicts() || evicted_tokens > 0 || restored_gaps; }
+    bool restored_gaps = false;
     // A micro-batch puts another text in the place of the end of a compacted beginning, or of more than that.
     void forget_compacted(const llama_ubatch & ubatch);
 

@@ -1,6 +1,7 @@
 // State of a kvfold cache: a header and one payload, checked as a whole before anything is changed.
 //
-// Payload: for every saved group `GroupRecord` followed by its members' sequence ids; then for every layer
+// Payload: for every saved group `GroupRecord` followed by its members' sequence ids; what was compacted, of the sequence or of all,
+// unless nothing was ever dropped; then for every layer
 //   summaries and spreads of the saved groups, far K rows, far V rows (all members of all groups; rows that are not in use are
 //   zero, so that nothing of another sequence leaves through a file), then near K and V rows in order of the near members.
 // Groups keep their offsets, so decoded rows and results are bit-identical after a restore, wherever the groups land.
@@ -95,6 +96,13 @@ std::vector<std::pair<size_t, size_t>> runs(const std::vector<GroupRecord> & gro
         }
     }
     return out;
+}
+
+// Of a whole cache, or one of them: the first, and the one behind the last.
+std::pair<size_t, size_t> sequences_of(const kvfold_cache & cache, llama_seq_id seq_id) {
+    const size_t n     = cache.compacted.size();
+    const size_t first = std::min(n, size_t(std::max(0, seq_id)));
+    return {first, seq_id < 0 ? n : std::min(n, first + 1)};
 }
 
 // Bytes of one layer's rows.
@@ -199,6 +207,11 @@ void kvfold_access::state_write(const llama_kv_cache & kv, llama_io_write_i & io
             }
         }
     }
+
+    const auto [first_seq, end_seq] = sequences_of(cache, seq_id);
+    const size_t n_compacted        = cache.has_dropped() ? end_seq - first_seq : 0;
+    w.put(uint32_t(n_compacted));
+    w.put(cache.compacted.data() + first_seq, n_compacted * sizeof(kvfold_cache::Compacted));
 
     for (const auto & layer : cache.layers) {
         const RowSizes size(cache, layer);
@@ -325,6 +338,9 @@ void kvfold_access::state_read(llama_kv_cache & kv, llama_io_read_i & io, llama_
             n_near_seen += m.state == kNear;
         }
     }
+    std::vector<kvfold_cache::Compacted> compacted(std::min<uint32_t>(r.get<uint32_t>(), LLAMA_MAX_SEQ));
+    const size_t                         compacted_bytes = compacted.size() * sizeof(compacted[0]);
+    std::memcpy(compacted.data(), r.take(compacted_bytes), compacted_bytes);
     size_t rest = 0;
     for (const auto & layer : cache.layers) {
         const RowSizes size(cache, layer);
@@ -376,6 +392,11 @@ void kvfold_access::state_read(llama_kv_cache & kv, llama_io_read_i & io, llama_
         kv.seq_rm(seq_id, -1, -1);
         cache.near.sweep(cells);
     }
+
+    const auto [first_seq, end_seq] = sequences_of(cache, seq_id);
+    cache.restored_gaps             = cache.restored_gaps || !compacted.empty();
+    compacted.resize(end_seq - first_seq);
+    std::copy(compacted.begin(), compacted.end(), cache.compacted.begin() + ptrdiff_t(first_seq));
 
     std::vector<std::pair<uint32_t, int32_t>> near_rows;  // cell, row
     for (const auto & record : groups) {

@@ -6,7 +6,7 @@
 namespace kvfold {
 
 constexpr char     kStateMagic[8] = {'K', 'V', 'F', 'O', 'L', 'D', 'S', 'T'};
-constexpr uint32_t kStateVersion  = 1;
+constexpr uint32_t kStateVersion  = 2;
 
 // First bytes of a cache's state. What follows is `payload_bytes` long and has this checksum.
 struct StateHeader {

@@ -99,6 +99,28 @@ def test_asked_again_and_again(reading) -> None:
     assert not _core.prefix_usable(handle(context), 0, 300)
 
 
+@pytest.mark.parametrize("whole", [False, True])
+def test_saved_and_restored(reading, open_context, whole: bool) -> None:
+    """In another context, too, a compacted text is asked again and again, and what it lacks is known."""
+    context, plain = reading(n_seq=2), reading(n_seq=2).seq_state()
+    dropped = compact(context, 0.4)
+    other = open_context("fp4_csa2", "llama-64-gqa3", settings=SETTINGS, n_seq=2)
+    other.feed(text(3, 40), seq=1, chunk=20)
+    seq = 0 if whole else 1
+    assert (other.set_state(context.state()) if whole else other.set_seq_state(context.seq_state(), seq)) > 0
+    end = 2**31 - 1
+    for seed in range(2):
+        other.feed(text(seed, 200), seq=seq, chunk=40)
+        assert _core.evicted(handle(other), seq, end) == dropped > 100
+        assert _core.prefix_usable(handle(other), seq, 300) and not _core.prefix_usable(handle(other), seq, 200)
+        assert other.seq_rm(seq, 300)
+    assert _core.evicted(handle(other), 1 - seq, end) == 0
+    # A whole text takes its place.
+    assert other.set_seq_state(plain, seq) > 0
+    other.feed(text(4, 100), seq=seq, chunk=20)
+    assert _core.evicted(handle(other), seq, end) == 0 and _core.prefix_usable(handle(other), seq, 200)
+
+
 def test_other_sequences(reading) -> None:
     """They keep what they have, and what they share."""
     context = reading(n_seq=2, n_ctx=1024)
