@@ -64,6 +64,7 @@ file(GLOB kvfold_ops CONFIGURE_DEPENDS "${kvfold_cpp}/ops/*.cpp")
 file(GLOB kvfold_cuda CONFIGURE_DEPENDS "${kvfold_cpp}/ops/*.cu")
 file(GLOB kvfold_cache CONFIGURE_DEPENDS "${kvfold_cpp}/cache/*.cpp")
 file(GLOB kvfold_cli CONFIGURE_DEPENDS "${kvfold_cpp}/cli/*.cpp")
+file(GLOB kvfold_server CONFIGURE_DEPENDS "${kvfold_cpp}/server/*.cpp")
 
 # With GGML_CPU_ALL_VARIANTS there is one CPU library for each instruction set.
 set(kvfold_cpu_targets ggml-cpu)
@@ -76,6 +77,7 @@ foreach(target IN LISTS kvfold_cpu_targets)
 endforeach()
 kvfold_add_sources(llama ${kvfold_cache})
 kvfold_add_sources(llama-common ${kvfold_cli})
+kvfold_add_sources(server-context ${kvfold_server})
 if(GGML_CUDA)
     # Hopper's matrix instructions need an architecture of their own (90a), which llama.cpp's kernels are not compiled for.
     set(kvfold_wgmma ${kvfold_cuda})

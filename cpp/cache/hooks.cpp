@@ -636,6 +636,13 @@ llama_kv_cache * kvfold_access::folding_cache(const llama_context & ctx) {
     return kv != nullptr && kv->kvfold ? kv : nullptr;
 }
 
+int32_t kvfold_access::kept(const llama_context & ctx, llama_seq_id seq) {
+    const llama_kv_cache * kv = folding_cache(ctx);
+    return kv != nullptr && seq >= 0 && seq < llama_seq_id(kv->kvfold->n_seq_max)
+               ? int32_t(kv->v_cells[0].seq_pos_get(seq).size())
+               : -1;
+}
+
 int32_t kvfold_access::evicted(const llama_context & ctx, llama_seq_id seq, llama_pos end) {
     const llama_kv_cache * kv = folding_cache(ctx);
     if (kv == nullptr || seq < 0 || seq >= llama_seq_id(kv->kvfold->n_seq_max) || !kv->kvfold->has_dropped()) {
@@ -682,6 +689,8 @@ bool kvfold_access::pin(llama_context & ctx, llama_seq_id seq, llama_pos begin, 
     }
     return true;
 }
+
+int32_t kvfold_kept(const llama_context * ctx, int32_t seq_id) { return kvfold_access::kept(*ctx, seq_id); }
 
 int32_t kvfold_evicted(const llama_context * ctx, int32_t seq_id, int32_t n_pos) {
     return kvfold_access::evicted(*ctx, seq_id, n_pos);

@@ -75,7 +75,8 @@ struct kvfold_access {
     static kvfold_cache &   extension(llama_kv_cache & kv) { return *kv.kvfold; }
     static llama_kv_cells & cells(llama_kv_cache & kv) { return kv.v_cells[0]; }
 
-    // kvfold_evicted(), kvfold_prefix_usable(), kvfold_pin()
+    // kvfold_kept(), kvfold_evicted(), kvfold_prefix_usable(), kvfold_pin()
+    static int32_t kept(const llama_context & ctx, llama_seq_id seq);
     static int32_t evicted(const llama_context & ctx, llama_seq_id seq, llama_pos end);
     static bool    is_usable(const llama_context & ctx, llama_seq_id seq, llama_pos end);
     static bool    pin(llama_context & ctx, llama_seq_id seq, llama_pos begin, llama_pos end);

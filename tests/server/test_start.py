@@ -68,10 +68,11 @@ def test_contexts_larger_than_the_cache(core: object, smollm2_path: Path, tmp_pa
     try:
         server.wait_ready()
         long = server.complete(" ".join(words[:300]), 4)
-        assert server.request("GET", "/slots")[1][0]["n_evicted"] > 100
+        slot = server.request("GET", "/slots")[1][0]
+        assert slot["n_evicted"] > 100 and slot["n_kept"] + slot["n_evicted"] == slot["n_prompt_tokens"]
         more = server.complete(" ".join(words[:310]), 4)
         short = server.complete(" ".join(words[:120]) + " and plums", 4)
-        assert "n_evicted" not in server.request("GET", "/slots")[1][0]
+        assert server.request("GET", "/slots")[1][0]["n_evicted"] == 0
         text = server.request("GET", "/metrics")[1].decode()
     finally:
         assert server.stop() >= 0

@@ -198,8 +198,11 @@ KVFOLD_API bool kvfold_get_stats(const struct llama_context * ctx, struct kvfold
 /* Fills `rows`, of which there are `room`, layer by layer; returns how many there are to be had: 0 without the setting. */
 KVFOLD_API size_t kvfold_get_alignment(const struct llama_context * ctx, struct kvfold_alignment * rows, size_t room);
 
-/* Positions below `n_pos` that eviction has taken from a sequence; 0 without a kvfold cache that evicts. */
+/* Positions below `n_pos` that a sequence lacks because they were dropped, also before its state was saved; 0 without a kvfold cache. */
 KVFOLD_API int32_t kvfold_evicted(const struct llama_context * ctx, int32_t seq_id, int32_t n_pos);
+
+/* Positions of a sequence that a kvfold cache holds; -1 without one, or when there is no such sequence. */
+KVFOLD_API int32_t kvfold_kept(const struct llama_context * ctx, int32_t seq_id);
 
 /* Whether the first `n_pos` positions of a sequence can stand for a text of that length that is to go on differently. Not if
  * a tenth more of them is gone than a sequence so short has to lose: then the text is better processed again. True without
