@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -128,37 +129,45 @@ def text(args: argparse.Namespace) -> None:
         print_row([name, size, kept, *cells])
 
 
+class PassKeys:
+    """Four keys, what tells them, and what asks for them; tokens all. ``seed`` chooses the digits."""
+
+    def __init__(self, llm: Any, seed: int) -> None:
+        def tokenize(text: str) -> list[int]:
+            return list(llm.tokenize(text.encode(), add_bos=False))
+
+        rng = np.random.default_rng(seed)
+        keys = {name: "".join(map(str, rng.integers(0, 10, 5))) for name in ("red", "green", "white", "black")}
+        self.told = [
+            tokenize(f" The {name} pass key is {key}. Remember it: {key} is the {name} pass key.")
+            for name, key in keys.items()
+        ]
+        self.questions = [
+            (tokenize(f"\nWhat is the {name} pass key? The {name} pass key is "), tokenize(key))
+            for name, key in keys.items()
+        ]
+
+    def hidden_in(self, prose: Sequence[int], n: int) -> list[int]:
+        """A text of ``n`` tokens that tells the keys at ``DEPTHS``."""
+        room = n - sum(map(len, self.told))
+        tokens: list[int] = []
+        for start, stop, told in zip((0.0, *DEPTHS), (*DEPTHS, 1.0), [*self.told, []], strict=True):
+            tokens += [*prose[int(start * room) : int(stop * room)], *told]
+        return tokens
+
+
 def needle(args: argparse.Namespace) -> None:
-    names = ["red", "green", "white", "black"]
     print_head(["type", "cache / f16", "tokens kept", "mean per digit", *(f"depth {100 * d:.0f} %" for d in DEPTHS)])
     for name in [BASE, *args.types.split(",")]:
         run = Run(args, name)
-        tokenize = run.llm.tokenize
         prose = read_tokens(run, args, args.windows * args.context)
         found: list[list[float]] = []
         for context in range(args.windows):
-            rng = np.random.default_rng(context)
-            keys = ["".join(map(str, rng.integers(0, 10, 5))) for _ in DEPTHS]
-            told = [
-                f" The {n} pass key is {k}. Remember it: {k} is the {n} pass key."
-                for n, k in zip(names, keys, strict=True)
-            ]
-            needles = [tokenize(t.encode(), add_bos=False) for t in told]
-            asked = [
-                tokenize(f"\nWhat is the {n} pass key? The {n} pass key is ".encode(), add_bos=False) for n in names
-            ]
-            answers = [tokenize(k.encode(), add_bos=False) for k in keys]
-            room = (
-                args.context
-                - sum(map(len, needles))
-                - max(len(q) + len(a) for q, a in zip(asked, answers, strict=True))
-            )
-            body = prose[context * args.context :][:room]
-            tokens: list[int] = []
-            for start, stop, n in zip((0.0, *DEPTHS), (*DEPTHS, 1.0), [*needles, []], strict=True):
-                tokens += body[int(start * room) : int(stop * room)] + n
+            keys = PassKeys(run.llm, context)
+            asked = max(len(question) + len(answer) for question, answer in keys.questions)
+            tokens = keys.hidden_in(prose[context * args.context :], args.context - asked)
             scores = []
-            for question, answer in zip(asked, answers, strict=True):
+            for question, answer in keys.questions:
                 # The text is read once; what a question adds is taken back before the next one.
                 if not scores:
                     run.read(tokens)
