@@ -3,6 +3,7 @@
 #include <pybind11/stl.h>
 
 #include "bindings/op_arguments.h"
+#include "cache/reconstruct.h"
 #include "ops/kv_receive.h"
 #include "ops/kv_sample.h"
 #include "ops/kv_score.h"
@@ -130,11 +131,23 @@ py::array receive(const py::array & far_k, const py::array & far_v, const py::ar
         run(n_threads, kv_lose_scratch(a, n_threads), [&a](const Threads & t) { kv_lose(a, t); });
         return sums;
     }
-    py::array_t<float> out({py::ssize_t(attend.n_kv)});
-    std::fill_n(out.mutable_data(), attend.n_kv, 0.0f);
+    py::array_t<float> out({py::ssize_t(mem.n_head_kv), py::ssize_t(mem.n_cells)});
+    std::fill_n(out.mutable_data(), out.size(), 0.0f);
     const ReceiveArgs a{attend, out.mutable_data()};
     run(n_threads, kv_receive_scratch(a, n_threads), [&a](const Threads & t) { kv_receive(a, t); });
     return out;
+}
+
+py::array_t<int64_t> need_order(const py::array & received, const py::array & novelty) {
+    const auto * r = static_cast<const float *>(require("received", received, Element::f32, {kAny, kAny}));
+    const auto   n = size_t(received.shape(1));
+    const auto * v = static_cast<const float *>(require("novelty", novelty, Element::f32, {py::ssize_t(n)}));
+    std::vector<std::vector<float>> heads;
+    for (size_t h = 0; h < size_t(received.shape(0)); ++h) {
+        heads.emplace_back(r + h * n, r + (h + 1) * n);
+    }
+    const std::vector<size_t> order = order_by_need(heads, {v, v + n});
+    return py::array_t<int64_t>(py::ssize_t(n), reinterpret_cast<const int64_t *>(order.data()));
 }
 
 }  // namespace
@@ -163,8 +176,14 @@ ValueError: an array of another type or shape.)");
 
 dropped  uint8 [n_kv]: far cells that are left out; None: none
 
-Returns float32 [n_kv]: the largest softmax weight of the cell over queries and heads, 0 for cells that are not far. With
+Returns float32 [n_head_kv, n_cells]: the largest softmax weight of the cell over queries and the heads of a KV head, 0 for cells that are not far. With
 `dropped` (kv_lose) float64 [n_head, 4] as of kv_align: how much of the attention would be left without those cells.)");
+    m.def("order_by_need", &need_order, arg("received"), arg("novelty"),
+          R"(The order in which groups of a text may go when it is compacted, the least needed first: int64 [n_groups].
+
+received  float32 [heads, n_groups]: from kv_receive, the best token of each group, for all layers' KV heads
+novelty   float32 [n_groups]: from kv_score, likewise
+ValueError: an array of another type or shape.)");
     m.def(
         "kv_sample", &sample, arg("q"), arg("samples"), py::kw_only(), arg("score"), arg("rotation") = 0,
         arg("n_threads") = 1,

@@ -11,6 +11,8 @@
 #include "cache/eviction.h"
 #include "cache/hooks.h"
 #include "cache/kvfold_cache.h"
+#include "cache/reconstruct.h"
+#include "cache/scoring.h"
 #include "llama-context.h"
 #include "llama-model.h"
 #include "ops/kv_align.h"
@@ -63,8 +65,9 @@ class Reading {
         ctx_.reset(ggml_init({ggml_tensor_overhead() * (n + 1), nullptr, true}));
         for (auto & layer : cache_.layers) {
             const int64_t heads = text.ctx.get_model().hparams.n_head(uint32_t(layer.il));
-            layer.received      = dropped.empty() ? ggml_new_tensor_1d(ctx_.get(), GGML_TYPE_F32, cache_.n_cells)
-                                                  : kvfold::new_alignment(ctx_.get(), heads);
+            layer.received      = dropped.empty()
+                                      ? ggml_new_tensor_2d(ctx_.get(), GGML_TYPE_F32, cache_.n_cells, layer.n_head_kv)
+                                      : kvfold::new_alignment(ctx_.get(), heads);
         }
         if (!dropped.empty()) {
             cache_.dropped = ggml_new_tensor_1d(ctx_.get(), GGML_TYPE_I32, int64_t(dropped.size()));
@@ -93,14 +96,15 @@ class Reading {
 
     bool ok() const { return buffer_ != nullptr; }
 
-    // Scores as order_by_score() takes them: sums over the layers.
-    std::vector<float> scores() const {
-        const size_t       n = cache_.n_cells;
-        std::vector<float> all(size_t(kvfold::kScoreRows) * n, 0.0f), one(n);
-        float *            sum = &all[size_t(kvfold::kReceived) * n];
+    // What the cells have received from every KV head of every layer.
+    std::vector<std::vector<float>> received() const {
+        std::vector<std::vector<float>> all;
         for (const auto & layer : cache_.layers) {
-            ggml_backend_tensor_get(layer.received, one.data(), 0, n * sizeof(float));
-            std::transform(one.begin(), one.end(), sum, sum, [](float x, float y) { return x + y; });
+            for (int32_t head = 0; head < layer.n_head_kv; ++head) {
+                std::vector<float> & one   = all.emplace_back(cache_.n_cells);
+                const size_t         bytes = one.size() * sizeof(float);
+                ggml_backend_tensor_get(layer.received, one.data(), size_t(head) * bytes, bytes);
+            }
         }
         return all;
     }
@@ -212,7 +216,7 @@ kvfold::EvictionRules rules_of(const Text & text) {
 
 // The groups that may go, in the order in which they are to. False: see kvfold_last_error().
 bool order_groups(const Text & text, std::vector<uint32_t> & groups) {
-    std::vector<float> scores;
+    std::vector<std::vector<float>> received;
     {
         Reading reading(text, {});
         if (!reading.ok()) {
@@ -221,13 +225,24 @@ bool order_groups(const Text & text, std::vector<uint32_t> & groups) {
         if (!read_again(text, [](size_t, size_t) {})) {
             return false;
         }
-        scores = reading.scores();
+        received = reading.received();
     }
     text.cache.near.sweep(text.cells);
     groups = kvfold::evictable_groups(text.cells, &text.cache.near, rules_of(text));
     groups.erase(std::remove_if(groups.begin(), groups.end(), [&](uint32_t g) { return !is_own(text, g); }),
                  groups.end());
-    groups = kvfold::order_by_score(groups, text.cells, text.cache.group(), KVFOLD_SCORE_RECONSTRUCT, scores);
+    const std::vector<float> novelty = kvfold::make_novelty(text.cache, text.cells);
+    if (novelty.empty()) {
+        return refuse("the scores could not be made");
+    }
+    const auto by_group = [&](const std::vector<float> & score) {
+        return kvfold::group_scores(groups, text.cells, text.cache.group(), score.data());
+    };
+    for (auto & head : received) {
+        head = by_group(head);
+    }
+    const std::vector<size_t> order = kvfold::order_by_need(received, by_group(novelty));
+    groups                          = kvfold::take(groups, order);
     return true;
 }
 

@@ -105,45 +105,52 @@ std::vector<uint32_t> evictable_groups(const llama_kv_cells & cells, const NearP
     return groups;
 }
 
+std::vector<float> group_scores(const std::vector<uint32_t> & groups, const llama_kv_cells & cells, uint32_t group,
+                                const float * score) {
+    std::vector<float> best(groups.size(), -INFINITY);
+    for (size_t i = 0; i < groups.size(); ++i) {
+        for (uint32_t c = groups[i] * group; c < (groups[i] + 1) * group; ++c) {
+            if (!cells.is_empty(c) && score[c] > best[i]) {  // a NaN is no score
+                best[i] = score[c];
+            }
+        }
+    }
+    return best;
+}
+
+std::vector<uint32_t> take(const std::vector<uint32_t> & groups, const std::vector<size_t> & order) {
+    std::vector<uint32_t> sorted(order.size());
+    std::transform(order.begin(), order.end(), sorted.begin(), [&](size_t i) { return groups[i]; });
+    return sorted;
+}
+
 std::vector<uint32_t> order_by_score(const std::vector<uint32_t> & groups, const llama_kv_cells & cells, uint32_t group,
                                      uint32_t kinds, const std::vector<float> & scores) {
     const struct {
         uint32_t flag;
         int      row;
-    } rows[] = {{KVFOLD_SCORE_KEYDIFF, kNovelty},      {KVFOLD_SCORE_VNORM, kSize},
-                {KVFOLD_SCORE_ATTN, kAttention},       {KVFOLD_SCORE_RECONSTRUCT, kReceived},
-                {KVFOLD_SCORE_SNAPKV, kLastAttention}, {KVFOLD_SCORE_ENTROPY, kWindowAttention}};
+    } rows[] = {{KVFOLD_SCORE_KEYDIFF, kNovelty},
+                {KVFOLD_SCORE_VNORM, kSize},
+                {KVFOLD_SCORE_ATTN, kAttention},
+                {KVFOLD_SCORE_SNAPKV, kLastAttention},
+                {KVFOLD_SCORE_ENTROPY, kWindowAttention}};
 
     const size_t        n = groups.size();
-    std::vector<size_t> rank_sum(n, 0), order(n);
+    std::vector<size_t> rank_sum(n, 0);
     for (size_t i = 0; (kinds & KVFOLD_SCORE_RECENT) != 0 && i < n; ++i) {
         rank_sum[i] += i;  // they come by age
     }
-    std::vector<float> best(n);
     for (const auto & row : rows) {
         if ((kinds & row.flag) == 0) {
             continue;
         }
-        const float * score = scores.data() + size_t(row.row) * cells.size();
-        for (size_t i = 0; i < n; ++i) {
-            best[i] = -INFINITY;
-            for (uint32_t c = groups[i] * group; c < (groups[i] + 1) * group; ++c) {
-                if (!cells.is_empty(c) && score[c] > best[i]) {  // a NaN is no score
-                    best[i] = score[c];
-                }
-            }
-        }
-        std::iota(order.begin(), order.end(), size_t(0));
-        std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) { return best[a] < best[b]; });
+        const float *             score = scores.data() + size_t(row.row) * cells.size();
+        const std::vector<size_t> order = rank_order(group_scores(groups, cells, group, score));
         for (size_t rank = 0; rank < n; ++rank) {
             rank_sum[order[rank]] += rank;
         }
     }
-    std::iota(order.begin(), order.end(), size_t(0));
-    std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) { return rank_sum[a] < rank_sum[b]; });
-    std::vector<uint32_t> sorted(n);
-    std::transform(order.begin(), order.end(), sorted.begin(), [&](size_t i) { return groups[i]; });
-    return sorted;
+    return take(groups, rank_order(rank_sum));
 }
 
 namespace {

@@ -12,6 +12,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <iterator>
+#include <numeric>
 #include <vector>
 
 #include "cache/cell_groups.h"
@@ -56,6 +57,22 @@ struct EvictionRules {
 std::vector<uint32_t> evictable_groups(const llama_kv_cells & cells, const NearPool * near,
                                        const EvictionRules & rules);
 
+// Scores [n_cells] by group: that of its best token.
+std::vector<float> group_scores(const std::vector<uint32_t> & groups, const llama_kv_cells & cells, uint32_t group,
+                                const float * score);
+
+// Indices of values in ascending order; of equals, the first one first.
+template <typename T>
+std::vector<size_t> rank_order(const std::vector<T> & values) {
+    std::vector<size_t> order(values.size());
+    std::iota(order.begin(), order.end(), size_t(0));
+    std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) { return values[a] < values[b]; });
+    return order;
+}
+
+// Groups in the order that indices of them have.
+std::vector<uint32_t> take(const std::vector<uint32_t> & groups, const std::vector<size_t> & order);
+
 // Sorts groups by a score (kvfold_score, several: by the sum of the ranks), the lowest first; of equals, the older first.
 // `groups` come by age; `scores` is [kScoreRows][n_cells], ScoreKind and MoreScores, of which those that are asked for are read.
 // A group's score is that of its best token.
@@ -63,7 +80,7 @@ std::vector<uint32_t> order_by_score(const std::vector<uint32_t> & groups, const
                                      uint32_t kinds, const std::vector<float> & scores);
 
 // Scores that order_by_score() knows beside those of ScoreKind.
-enum MoreScores : int { kReceived = kScoreKinds, kLastAttention, kWindowAttention, kScoreRows };
+enum MoreScores : int { kLastAttention = kScoreKinds, kWindowAttention, kScoreRows };
 
 // Those that are made from queries that were kept.
 struct SampledKind {

@@ -41,7 +41,7 @@ struct CacheLayer {
     // f16 [n_head * head_dim, 1 + SampleRule::rows] for each of kSampledKinds that evictions ask for
     ggml_tensor * samples[std::size(kSampledKinds)] = {};
     ggml_tensor * received =
-        nullptr;  // during a second reading (cache/compact.cpp): f32 [n_cells], or of what would be lost
+        nullptr;  // during a second reading (cache/compact.cpp): f32 [n_cells, n_head_kv], or of what would be lost
                   // f64 [4, n_head], an ops/kv_align.h Alignment a head
     ggml_tensor * k_cur   = nullptr;  // rows of the micro-batch in the graph being built
     ggml_tensor * v_cur   = nullptr;

@@ -21,19 +21,33 @@ int32_t age_of(const llama_kv_cells & cells, uint32_t cell, uint32_t n_seq_max) 
     return age;
 }
 
+// Bits of the cells that are scored.
+std::vector<uint32_t> far_bits(const kvfold_cache & cache, const llama_kv_cells & cells) {
+    std::vector<uint32_t> far((cells.size() + 31) / 32, 0);
+    for (uint32_t c = 0; c < cells.size(); ++c) {
+        far[c / 32] |= uint32_t(!cells.is_empty(c) && cache.near.row_of(c) < 0) << (c % 32);
+    }
+    return far;
+}
+
 }  // namespace
 
+std::vector<float> make_novelty(const kvfold_cache & cache, const llama_kv_cells & cells) {
+    std::vector<float> scores = run_score(cache.layers, cache.config.group, far_bits(cache, cells), false);
+    if (!scores.empty()) {
+        scores.erase(scores.begin(), scores.begin() + std::ptrdiff_t(kNovelty) * cells.size());
+        scores.resize(cells.size());
+    }
+    return scores;
+}
+
 std::vector<float> make_scores(const kvfold_cache & cache, const llama_kv_cells & cells) {
-    const uint32_t        n = cells.size();
-    std::vector<uint32_t> far((n + 31) / 32, 0);
-    std::vector<int32_t>  ages(n, 0);  // wanted by sampled scores only
-    const uint32_t        kinds = cache.config.score;
-    const bool            aged  = is_sampled(kinds);
-    for (uint32_t c = 0; c < n; ++c) {
-        if (!cells.is_empty(c) && cache.near.row_of(c) < 0) {
-            far[c / 32] |= 1u << (c % 32);
-            ages[c] = aged ? age_of(cells, c, cache.n_seq_max) : 0;
-        }
+    const uint32_t              n   = cells.size();
+    const std::vector<uint32_t> far = far_bits(cache, cells);
+    std::vector<int32_t>        ages(n, 0);
+    const uint32_t              kinds = cache.config.score;
+    for (uint32_t c = 0; is_sampled(kinds) && c < n; ++c) {
+        ages[c] = cells.is_empty(c) ? 0 : age_of(cells, c, cache.n_seq_max);
     }
     std::vector<float> scores(size_t(kScoreRows) * n, 0.0f);
     const auto         put = [&scores, n](int row, const std::vector<float> & made) {

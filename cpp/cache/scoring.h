@@ -11,4 +11,7 @@ namespace kvfold {
 // By the scores that the cache is configured with. Empty on failure. Waits for the layers' backend.
 std::vector<float> make_scores(const kvfold_cache & cache, const llama_kv_cells & cells);
 
+// [n_cells] how new every key is (kNovelty), whatever the cache is configured with. Empty on failure.
+std::vector<float> make_novelty(const kvfold_cache & cache, const llama_kv_cells & cells);
+
 }  // namespace kvfold

@@ -165,7 +165,7 @@ enum : int {
 
 // align -> view of f64 [4, n_head], an Alignment a head that is added to; sources as of an attend with a selection
 
-// receive -> view of f32 [n_cells], ReceiveArgs::received; sources as of an attend
+// receive -> view of f32 [n_cells, n_head_kv], ReceiveArgs::received; sources as of an attend
 
 // lose -> view of f64 [4, n_head], LoseArgs::sums; sources as of an attend, the selection being i32 words, LoseArgs::dropped
 

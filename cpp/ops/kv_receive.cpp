@@ -36,8 +36,8 @@ struct Shape {
         n_tasks           = a.mem.n_head_kv * divide_up(a.n_q, block);
 
         const size_t cells  = size_t(tiles) * size_t(kTile);
-        const size_t floats = cells + key_tile_floats(dim) + size_t(dim) + size_t(rows) * size_t(dim) + cells +
-                              row_scores_floats(rows, a.n_kv);
+        const size_t floats = size_t(a.mem.n_head_kv) * cells + key_tile_floats(dim) + size_t(dim) +
+                              size_t(rows) * size_t(dim) + cells + row_scores_floats(rows, a.n_kv);
         ScratchPlan  plan;
         plan.reserve(kLine);  // the next task
         sources_offset = plan.reserve(size_t(a.n_kv) * sizeof(int32_t));
@@ -48,7 +48,7 @@ struct Shape {
         bytes          = plan.bytes();
     }
 
-    // A thread's memory begins with its largest probabilities, [tiles * 64].
+    // A thread's memory begins with its largest probabilities, [n_head_kv][tiles * 64].
     float * memory(const Threads & t, int ith) const {
         return scratch_at<float>(t, thread_offset + size_t(ith) * thread_bytes);
     }
@@ -72,7 +72,7 @@ void run_task(const AttendArgs & a, const Shape & shape, const Threads & t, int3
     const int32_t   rows     = std::min(shape.block, a.n_q - first) * shape.gqa;
     const int32_t   cells    = shape.tiles * kTile;
 
-    float * tile    = shape.memory(t, t.ith) + cells;
+    float * tile    = shape.memory(t, t.ith) + int64_t(a.mem.n_head_kv) * cells;
     float * summary = tile + key_tile_floats(DIM);
     float * q       = summary + DIM;
     float * bias    = q + int64_t(shape.rows) * DIM;
@@ -114,7 +114,7 @@ template <typename MakeUse>
 void run_all(const AttendArgs & args, const Shape & shape, const Threads & t, const MakeUse & make_use) {
     reset_tasks(t);
     spread_sources(args, shape.sources_offset, t);
-    std::fill_n(shape.memory(t, t.ith), shape.tiles * kTile, 0.0f);
+    std::fill_n(shape.memory(t, t.ith), int64_t(args.mem.n_head_kv) * shape.tiles * kTile, 0.0f);
     const AttendArgs a = rotate_inputs(args, shape.rotated, t);
     wait_for_all(t);
     run_tasks(t, shape.n_tasks, a.mem.head_dim,
@@ -128,10 +128,11 @@ size_t kv_receive_scratch(const ReceiveArgs & a, int nth) { return Shape(a.atten
 
 void kv_receive(const ReceiveArgs & args, const Threads & t) {
     const Shape        shape(args.attend, t.nth);
-    const AttendArgs & a       = args.attend;
-    float * const      largest = shape.memory(t, t.ith);
-    run_all(a, shape, t, [&](int32_t) {
-        return [&](int32_t, const float * p, int64_t stride) {
+    const AttendArgs & a   = args.attend;
+    const int64_t      row = int64_t(shape.tiles) * kTile;
+    run_all(a, shape, t, [&](int32_t task) {
+        float * largest = shape.memory(t, t.ith) + task % a.mem.n_head_kv * row;
+        return [&shape, largest](int32_t, const float * p, int64_t stride) {
             for (int32_t i = 0; i < shape.tiles; ++i) {
                 for (int32_t c = 0; c < kTile; c += kLanes) {
                     float * at = largest + i * kTile + c;
@@ -141,8 +142,12 @@ void kv_receive(const ReceiveArgs & args, const Threads & t) {
         };
     });
     for (int32_t c = int32_t(int64_t(a.n_kv) * t.ith / t.nth); c < int64_t(a.n_kv) * (t.ith + 1) / t.nth; ++c) {
-        for (int i = 0; i < t.nth && (a.far_bits[c / 32] >> (c % 32) & 1u) != 0; ++i) {
-            args.received[c] = std::max(args.received[c], shape.memory(t, i)[c]);
+        const bool far = (a.far_bits[c / 32] >> (c % 32) & 1u) != 0;
+        for (int32_t head = 0; head < a.mem.n_head_kv && far; ++head) {
+            float & most = args.received[head * a.mem.n_cells + c];
+            for (int i = 0; i < t.nth; ++i) {
+                most = std::max(most, shape.memory(t, i)[head * row + c]);
+            }
         }
     }
 }

@@ -1,5 +1,5 @@
-// What a second reading of a text says about the first one: how much attention the far cells get from the queries of a micro-batch, at
-// most (kv_receive), which shows what is needed to say the text again (Kim et al., "KVzip", 2025), and how much of the attention goes to
+// What a second reading of a text says about the first one: how much attention the far cells get from the queries of a micro-batch, by
+// KV head and at most (kv_receive), which shows what is needed to say the text again (Kim et al., "KVzip", 2025), and how much of the attention goes to
 // cells that could be dropped (kv_lose).
 #pragma once
 
@@ -8,8 +8,8 @@
 
 namespace kvfold {
 
-// received [mem.n_cells]: for every far cell c,
-//   received[c] = max(received[c], max over queries i that see c, and heads j, of p[i][j][c])
+// received [mem.n_head_kv][mem.n_cells]: for every KV head h and far cell c,
+//   received[h][c] = max(received[h][c], max over queries i that see c, and heads j that read h, of p[i][j][c])
 // p is the softmax that attention itself has: over all cells that the query sees, exact ones and sinks included. `attend.out` is not
 // used.
 struct ReceiveArgs {

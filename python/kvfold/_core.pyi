@@ -233,7 +233,10 @@ def kv_receive(
     rotation: tuple[int, int] = (0, 0),
     n_threads: int = 1,
 ) -> npt.NDArray[Any]:
-    """The operation ``kv_receive`` on arrays: the largest attention weight of each far cell; or ``kv_lose``."""
+    """The operation ``kv_receive`` on arrays: the largest attention weight of each far cell by KV head; or ``kv_lose``."""
+
+def order_by_need(received: npt.NDArray[Any], novelty: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+    """The order in which groups of a text go when it is compacted, the least needed first."""
 
 def kv_sample(
     q: npt.NDArray[Any], samples: npt.NDArray[Any], *, score: str, rotation: int = 0, n_threads: int = 1

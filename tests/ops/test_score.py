@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from oracle import fp4
 from oracle.memory import Layer
-from oracle.score import RULES, observe, receive, sample, sampled, score
+from oracle.score import RULES, observe, order_by_need, receive, sample, sampled, score
 from scenes import MIXES, Scene, scene
 
 #: Sums of up to 256 products in float32 against float64, relative to the largest score of a kind.
@@ -155,8 +155,9 @@ def test_a_key_that_is_asked_for_receives(core) -> None:
     q[77, 2] = 40 * (keys[123, 1] - keys[:, 1].mean(axis=0)) / 64
     wanted = int((keys[:, 1] @ q[77, 2]).argmax())
     got = received(core, s, q, scale=1.0)
-    assert got.argmax() == wanted and got[wanted] > 0.5
-    assert np.median(got) == pytest.approx(1 / 400, rel=1e-4)
+    assert got[1].argmax() == wanted and got[1, wanted] > 0.5
+    # The other KV head's queries are zero: they attend to all cells alike.
+    assert np.median(got[1]) == pytest.approx(1 / 400, rel=1e-4) and got[0] == pytest.approx(1 / 400, rel=1e-4)
 
 
 def test_what_nobody_sees_receives_nothing(core) -> None:
@@ -165,6 +166,31 @@ def test_what_nobody_sees_receives_nothing(core) -> None:
     q = rng.standard_normal((3, 2, 64)).astype(np.float32)
     mask = np.full((3, len(s.cell_src)), -np.inf, np.float16)
     assert not received(core, s, q, mask, scale=1.0).any()
+
+
+@pytest.mark.parametrize(("heads", "n"), [(1, 1), (3, 2), (4, 194), (90, 500)])
+def test_order_of_need(core, heads: int, n: int) -> None:
+    """Of few groups and of many; with ties, of which the earlier goes first."""
+    rng = np.random.default_rng(14)
+    received = (rng.integers(0, 50, (heads, n)) / 64).astype(np.float32)
+    novelty = rng.random(n).astype(np.float32)
+    assert core.order_by_need(received, novelty).tolist() == order_by_need(received, novelty).tolist()
+
+
+def test_what_need_means(core) -> None:
+    """A quarter of the heads is enough; no stretch of the text pays for another; what is around a fact stays with it."""
+    n, heads = 1000, 8
+    rng = np.random.default_rng(15)
+    quiet = (0.01 * rng.random((heads, n)) * np.linspace(1, 50, n)).astype(np.float32)  # the end gets more
+    novelty = rng.random(n).astype(np.float32)
+    plain = core.order_by_need(quiet, novelty)
+    by_part = np.bincount(plain[: n // 2] // 250, minlength=4)
+    assert (abs(by_part - 125) < 25).all()
+    wanted = quiet.copy()
+    wanted[2:4, 300] = 2
+    place = {name: np.argsort(core.order_by_need(x, novelty))[299:302] for name, x in (("quiet", quiet), ("wanted", wanted))}
+    assert (place["wanted"] > place["quiet"]).all()
+    assert place["wanted"][1] > n // 2
 
 
 def samples_of(core, q: np.ndarray, score: str, steps: tuple[int, ...] = (), **options) -> np.ndarray:

@@ -69,8 +69,11 @@ def receive(
     softcap: float = 0.0,
     rotation: Rotation = (0, 0),
 ) -> np.ndarray:
-    """Largest attention weight of every cell over queries ``[n_q, n_head, head_dim]`` and heads; 0 if it is not far."""
-    out = np.zeros(len(cell_src))
+    """Largest attention weight of every cell over queries ``[n_q, n_head, head_dim]``, by KV head; 0 if it is not far.
+
+    Returns float64 ``[n_head_kv, n_cells]``.
+    """
+    out = np.zeros((layer.n_head_kv, len(cell_src)))
     cells = np.flatnonzero(cell_src != HIDDEN)
     turned = Current(rotate(cur.k, rotation[0]), rotate(cur.v, rotation[1]))
     keys = read_rows(layer, turned, cells, cell_src[cells])[0].astype(np.float64)
@@ -78,15 +81,31 @@ def receive(
     for i in range(len(q)):
         seen = np.full(len(cells), True) if mask is None else mask[i, cells] != -np.inf
         for j in range(q.shape[1]):
-            score = scale * (keys[seen, j // (q.shape[1] // layer.n_head_kv)] @ q[i, j])
+            head = j // (q.shape[1] // layer.n_head_kv)
+            score = scale * (keys[seen, head] @ q[i, j])
             if softcap:
                 score = softcap * np.tanh(score / softcap)
             weights = np.exp(score)
             total = weights.sum() + (0 if sinks is None else np.exp(float(sinks[j])))
             at = cells[seen]
-            out[at] = np.maximum(out[at], weights / total if len(at) else 0)
-    out[cell_src != FAR] = 0
+            out[head, at] = np.maximum(out[head, at], weights / total if len(at) else 0)
+    out[:, cell_src != FAR] = 0
     return out
+
+
+def order_by_need(received: np.ndarray, novelty: np.ndarray) -> np.ndarray:
+    """Groups of a text, the least needed first, by attention received ``[heads, n]`` and novelty ``[n]``."""
+
+    def among_neighbours(x: np.ndarray) -> np.ndarray:
+        width = min(len(x), 193)
+        first = np.clip(np.arange(len(x)) - 96, 0, len(x) - width)
+        return np.array([(x[a : a + width] < y).sum() for a, y in zip(first, x, strict=True)])
+
+    ranks = np.argsort(np.argsort(received, axis=1, kind="stable"), axis=1)
+    wanted = np.sort(ranks, axis=0)[-((len(ranks) + 3) // 4) :].sum(axis=0)
+    need = among_neighbours(wanted) + among_neighbours(novelty)
+    around = np.pad(need, 1, mode="edge")
+    return np.argsort(around[:-2] + 2 * need + around[2:], kind="stable")
 
 
 #: Which queries are kept: one of so many, and how many of those.
