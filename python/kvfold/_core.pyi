@@ -233,7 +233,7 @@ def kv_receive(
     rotation: tuple[int, int] = (0, 0),
     n_threads: int = 1,
 ) -> npt.NDArray[Any]:
-    """The operation ``kv_receive`` on arrays: the largest attention weight of each far cell by KV head; or ``kv_lose``."""
+    """The operation ``kv_receive`` on arrays: each far cell's largest attention weight by KV head; or ``kv_lose``."""
 
 def order_by_need(received: npt.NDArray[Any], novelty: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
     """The order in which groups of a text go when it is compacted, the least needed first."""

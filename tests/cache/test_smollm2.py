@@ -18,7 +18,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from harness import Context, Model, kld
+from harness import Context, Model, _core, kld, log_softmax
+from test_eviction import handle
 
 N = 640
 
@@ -102,3 +103,36 @@ def test_decoding_does_not_drift(smollm2: Model, prose: list[int], logits, kv_ty
     own = [kld(expected[i : i + 32], logits("q4_0")[start:end][i : i + 32]) for i in (0, 32, 64)]
     for part, of in zip(thirds, own, strict=True):
         assert part <= 0.3 * of, (thirds, own)
+
+
+def test_facts_survive_compacting(smollm2: Model, prose: list[int]) -> None:
+    """Told once each, in a text of which half is dropped before anybody asks: answered as from all of it."""
+    facts = {"Anna": "52817", "Peter": "90346"}
+    tokens: list[int] = []
+    for part, (name, number) in zip((prose[:200], prose[200:420]), facts.items(), strict=True):
+        tokens += part + smollm2.tokenize(f" {name} lives in house number {number} by the river.")
+    tokens += prose[420:]
+
+    def answers(keep: float) -> list[float]:
+        """Log-probability per digit."""
+        found = []
+        with Context(
+            smollm2, "fp4_csa2", n_ctx=N + 512, n_ubatch=256, n_threads=2, settings={"tail": 32, "lookup": "1"}
+        ) as context:
+            context.feed(tokens, chunk=256)
+            if keep < 1:
+                dropped = _core.compact(handle(context), 0, tokens, keep)
+                assert dropped >= 0.98 * (1 - keep) * len(tokens)
+            for name, number in facts.items():
+                question = smollm2.tokenize(
+                    f"\nQuestion: Where does {name} live? Answer: {name} lives in house number "
+                )
+                digits = smollm2.tokenize(number)
+                rows = log_softmax(context.feed(question + digits, start=len(tokens)))
+                found.append(float(rows[np.arange(-len(digits) - 1, -1), digits].mean()))
+                context.seq_rm(0, len(tokens))
+        return found
+
+    whole, half = answers(1.0), answers(0.5)
+    assert min(whole) > -1.5  # the model can answer at all; a digit of chance has -2.3
+    assert np.subtract(whole, half).max() <= 0.2, (whole, half)

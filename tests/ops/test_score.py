@@ -178,7 +178,7 @@ def test_order_of_need(core, heads: int, n: int) -> None:
 
 
 def test_what_need_means(core) -> None:
-    """A quarter of the heads is enough; no stretch of the text pays for another; what is around a fact stays with it."""
+    """A quarter of the heads is enough; no stretch of text pays for another; what is around a fact stays with it."""
     n, heads = 1000, 8
     rng = np.random.default_rng(15)
     quiet = (0.01 * rng.random((heads, n)) * np.linspace(1, 50, n)).astype(np.float32)  # the end gets more
@@ -188,7 +188,9 @@ def test_what_need_means(core) -> None:
     assert (abs(by_part - 125) < 25).all()
     wanted = quiet.copy()
     wanted[2:4, 300] = 2
-    place = {name: np.argsort(core.order_by_need(x, novelty))[299:302] for name, x in (("quiet", quiet), ("wanted", wanted))}
+    place = {
+        name: np.argsort(core.order_by_need(x, novelty))[299:302] for name, x in (("quiet", quiet), ("wanted", wanted))
+    }
     assert (place["wanted"] > place["quiet"]).all()
     assert place["wanted"][1] > n // 2
 
