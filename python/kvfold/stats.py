@@ -148,8 +148,9 @@ class KvStats:
         """Drop what the text in the context can do without, down to a share of its tokens, to ask it often afterwards.
 
         The text is read a second time; groups of tokens go first that get little attention from the second reading
-        (Kim et al., *KVzip*, 2025) and whose keys are like the others', both compared with the text around. That takes as
-        long as the first reading. What stays in any case: the first tokens, the exact tail, pinned ranges. The context goes on as before, in fewer cells: nothing is freed for others.
+        (Kim et al., *KVzip*, 2025) and whose keys are like the others', both compared with the text around. That takes
+        as long as the first reading. What stays in any case: the first tokens, the exact tail, pinned ranges. The
+        context goes on as before, in fewer cells: nothing is freed for others.
 
         Args:
             keep: share of the tokens that is kept, above 0 and up to 1; what was dropped before counts as dropped.
