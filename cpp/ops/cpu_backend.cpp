@@ -30,20 +30,9 @@ Args at_full_depth(Args a) {
     return a;
 }
 
-template <>
-SparseAttendArgs at_full_depth(SparseAttendArgs a) {
-    a.attend = at_full_depth(a.attend);
-    return a;
-}
-
-template <>
-ReceiveArgs at_full_depth(ReceiveArgs a) {
-    a.attend = at_full_depth(a.attend);
-    return a;
-}
-
-template <>
-LoseArgs at_full_depth(LoseArgs a) {
+// Of an operation that is more than an attention.
+template <typename Args>
+Args attend_at_full_depth(Args a) {
     a.attend = at_full_depth(a.attend);
     return a;
 }
@@ -60,7 +49,7 @@ class Traits : public ggml::cpu::tensor_traits {
         switch (NodeOp(node_params(op).op)) {
         case NodeOp::attend:
             size += op->src[attend_src::selection] != nullptr
-                        ? kv_attend_sparse_scratch(at_full_depth(sparse_attend_args(op)), n_threads)
+                        ? kv_attend_sparse_scratch(attend_at_full_depth(sparse_attend_args(op)), n_threads)
                         : kv_attend_scratch(at_full_depth(attend_args(op)), n_threads);
             return true;
         case NodeOp::select:
@@ -77,10 +66,10 @@ class Traits : public ggml::cpu::tensor_traits {
             size += kv_observe_scratch(observe_args(op), n_threads);
             return true;
         case NodeOp::receive:
-            size += kv_receive_scratch(at_full_depth(receive_args(op)), n_threads);
+            size += kv_receive_scratch(attend_at_full_depth(receive_args(op)), n_threads);
             return true;
         case NodeOp::lose:
-            size += kv_lose_scratch(at_full_depth(lose_args(op)), n_threads);
+            size += kv_lose_scratch(attend_at_full_depth(lose_args(op)), n_threads);
             return true;
         case NodeOp::sampled:
             size += kv_sampled_scratch(at_full_depth(sampled_args(op)), n_threads);

@@ -243,9 +243,9 @@ float exponentials(float * x, int32_t n) {
     }
     double total = 0.0;
     for (int32_t i = 0; i < n; i += kSumValues) {
-        const int32_t count         = std::min(kSumValues, n - i);
-        float         e[kSumValues] = {};
-        VFloat        sum           = v_set(0.0f);
+        const int32_t count = std::min(kSumValues, n - i);
+        float         e[kSumValues];
+        VFloat        sum = v_set(0.0f);
         std::copy_n(x + i, count, e);
         std::fill(e + count, e + kSumValues, -kInfinity);
         for (int32_t j = 0; j < kSumValues; j += kLanes) {

@@ -276,13 +276,18 @@ class Context:
 
     # -- the rest ------------------------------------------------------------------------------------------------------
 
+    @property
+    def address(self) -> int:
+        """The context as functions of ``_core`` take it."""
+        return int(ctypes.cast(self.handle, ctypes.c_void_p).value or 0)
+
     def raw_stats(self) -> dict[str, Any] | None:
         """What kvfold reports about this context's cache; None when it has no kvfold cache."""
-        return _core.context_stats(ctypes.cast(self.handle, ctypes.c_void_p).value)
+        return _core.context_stats(self.address)
 
     def alignment(self) -> list[tuple[int, int, int, float, float, float, float]]:
         """Layer, head, tokens, share found, mean and largest divergence, share of the groups read."""
-        return _core.alignment(ctypes.cast(self.handle, ctypes.c_void_p).value)
+        return _core.alignment(self.address)
 
     def stats(self) -> dict[str, Any]:
         """What kvfold reports about this context's cache."""

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from contract import text
 from harness import Context, _core, kld
-from test_eviction import SAME_ROWS, SHRUNK, handle, held
+from test_eviction import SAME_ROWS, SHRUNK, held
 
 SETTINGS = {"group": 4, "tail": 10, "sinks": 4}
 TOKENS = text(0, 500)
@@ -28,7 +28,7 @@ def reading(open_context):
 
 def compact(context: Context, keep: float, tokens: list[int] | None = None, seq: int = 0) -> int:
     given = TOKENS[: context.pos_max(seq) + 1] if tokens is None else tokens
-    return int(_core.compact(handle(context), seq, given, keep))
+    return int(_core.compact(context.address, seq, given, keep))
 
 
 @pytest.mark.parametrize("config", ["fp4", "fp4_csa2"])
@@ -60,7 +60,7 @@ def test_compacting_is_removing(reading, name: str) -> None:
 def test_what_stays(reading, open_context, keep: float) -> None:
     """The share that was asked for; sinks, the exact tail, pinned ranges; whole groups."""
     context = reading(config="fp4_csa2_ced", settings={"keep": 0.9, "lookup": "1"})
-    _core.pin(handle(context), 0, 100, 121)
+    _core.pin(context.address, 0, 100, 121)
     dropped = compact(context, keep)
     there = held(context)
     assert there.sum() == 300 - dropped
@@ -87,16 +87,16 @@ def test_asked_again_and_again(reading) -> None:
     compact(context, 0.4)
     for seed in range(3):
         context.feed(text(seed, 200), chunk=40)
-        assert _core.prefix_usable(handle(context), 0, 300) and _core.prefix_usable(handle(context), 0, 295)
-        assert not _core.prefix_usable(handle(context), 0, 200)
+        assert _core.prefix_usable(context.address, 0, 300) and _core.prefix_usable(context.address, 0, 295)
+        assert not _core.prefix_usable(context.address, 0, 200)
         assert context.seq_rm(0, 300)
     # A text that differs in its last tokens only is the same text.
     assert context.seq_rm(0, 296)
     context.feed(text(5, 200), chunk=40)
-    assert _core.prefix_usable(handle(context), 0, 296)
+    assert _core.prefix_usable(context.address, 0, 296)
     assert context.seq_rm(0, 150)
     context.feed(text(6, 300), chunk=40)
-    assert not _core.prefix_usable(handle(context), 0, 300)
+    assert not _core.prefix_usable(context.address, 0, 300)
 
 
 @pytest.mark.parametrize("whole", [False, True])
@@ -111,14 +111,14 @@ def test_saved_and_restored(reading, open_context, whole: bool) -> None:
     end = 2**31 - 1
     for seed in range(2):
         other.feed(text(seed, 200), seq=seq, chunk=40)
-        assert _core.evicted(handle(other), seq, end) == dropped > 100
-        assert _core.prefix_usable(handle(other), seq, 300) and not _core.prefix_usable(handle(other), seq, 200)
+        assert _core.evicted(other.address, seq, end) == dropped > 100
+        assert _core.prefix_usable(other.address, seq, 300) and not _core.prefix_usable(other.address, seq, 200)
         assert other.seq_rm(seq, 300)
-    assert _core.evicted(handle(other), 1 - seq, end) == 0
+    assert _core.evicted(other.address, 1 - seq, end) == 0
     # A whole text takes its place.
     assert other.set_seq_state(plain, seq) > 0
     other.feed(text(4, 100), seq=seq, chunk=20)
-    assert _core.evicted(handle(other), seq, end) == 0 and _core.prefix_usable(handle(other), seq, 200)
+    assert _core.evicted(other.address, seq, end) == 0 and _core.prefix_usable(other.address, seq, 200)
 
 
 def test_other_sequences(reading) -> None:
@@ -187,7 +187,7 @@ def test_other_caches(open_context) -> None:
 def test_what_would_be_missed(reading) -> None:
     """Less when more is kept; nothing is dropped by asking."""
     context = reading(n_ubatch=128)
-    reports = [np.array(_core.compact_alignment(handle(context), 0, TOKENS[:300], keep)) for keep in (0.3, 0.6, 1.0)]
+    reports = [np.array(_core.compact_alignment(context.address, 0, TOKENS[:300], keep)) for keep in (0.3, 0.6, 1.0)]
     assert held(context).all() and context.pos_max() == 299
     parts = [(0, 128), (128, 248), (248, 300)]  # 128 tokens, of which 8 are read before too
     n_layers = len(reports[0]) // len(parts)

@@ -33,14 +33,8 @@ def evicting(open_context):
     return make
 
 
-def handle(context: Context) -> int:
-    import ctypes
-
-    return int(ctypes.cast(context.handle, ctypes.c_void_p).value or 0)
-
-
 def evicted(context: Context, seq: int = 0, n_pos: int = 2**31 - 1) -> int:
-    return int(_core.evicted(handle(context), seq, n_pos))
+    return int(_core.evicted(context.address, seq, n_pos))
 
 
 def held(context: Context, seq: int = 0) -> np.ndarray:
@@ -85,7 +79,7 @@ def test_a_keep_of_one_is_the_plain_type(evicting, open_context) -> None:
 def test_what_stays(evicting, score: str) -> None:
     """Sinks, the young and pinned positions."""
     context = evicting(score=score)
-    _core.pin(handle(context), 0, 200, 231)
+    _core.pin(context.address, 0, 200, 231)
     context.feed(TOKENS, chunk=64)
     there = held(context)
     young = int(KEEP * N_CTX) // 4
@@ -296,7 +290,7 @@ def test_usable_prefixes(evicting) -> None:
     """A text that goes on, or takes back a little, is what it is; a much shorter one was thinned out too much."""
     context = evicting(score="recent")
     context.feed(TOKENS, chunk=60)
-    usable = [bool(_core.prefix_usable(handle(context), 0, n)) for n in (N_CTX, N_CTX - 5, 300, 4)]
+    usable = [bool(_core.prefix_usable(context.address, 0, n)) for n in (N_CTX, N_CTX - 5, 300, 4)]
     assert usable == [True, True, False, True]
 
 
@@ -322,7 +316,7 @@ def test_settings_of_another_type(model) -> None:
 
 def test_pins_need_a_cache_that_evicts(open_context) -> None:
     with pytest.raises(ValueError, match="fp4_csa2_ced"):
-        _core.pin(handle(open_context("fp4_csa2")), 0, 0, 5)
+        _core.pin(open_context("fp4_csa2").address, 0, 0, 5)
 
 
 def test_size_at_64k(open_context) -> None:

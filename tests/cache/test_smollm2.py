@@ -19,7 +19,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from harness import Context, Model, _core, kld, log_softmax
-from test_eviction import handle
 
 N = 640
 
@@ -121,7 +120,7 @@ def test_facts_survive_compacting(smollm2: Model, prose: list[int]) -> None:
         ) as context:
             context.feed(tokens, chunk=256)
             if keep < 1:
-                dropped = _core.compact(handle(context), 0, tokens, keep)
+                dropped = _core.compact(context.address, 0, tokens, keep)
                 assert dropped >= 0.98 * (1 - keep) * len(tokens)
             for name, number in facts.items():
                 question = smollm2.tokenize(
