@@ -45,8 +45,23 @@ string(STRIP "${CMAKE_CXX_FLAGS} ${${kvfold_flags}}" kvfold_flags)
 if(GGML_NATIVE)
     string(APPEND kvfold_flags " -march=native")
 endif()
+# The commit of the sources, for whoever reads numbers of an installed package; empty where there is no repository.
+if(NOT DEFINED KVFOLD_COMMIT)
+    set(KVFOLD_COMMIT "")
+    execute_process(COMMAND git rev-parse --show-toplevel WORKING_DIRECTORY "${CMAKE_SOURCE_DIR}"
+                    OUTPUT_VARIABLE kvfold_top OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_QUIET)
+    if("${kvfold_top}" STREQUAL "${CMAKE_SOURCE_DIR}")
+        execute_process(COMMAND git rev-parse --short=12 HEAD WORKING_DIRECTORY "${CMAKE_SOURCE_DIR}"
+                        OUTPUT_VARIABLE KVFOLD_COMMIT OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_QUIET)
+        execute_process(COMMAND git status --porcelain -uno WORKING_DIRECTORY "${CMAKE_SOURCE_DIR}"
+                        OUTPUT_VARIABLE kvfold_changes ERROR_QUIET)
+        if(NOT "${kvfold_changes}" STREQUAL "")
+            string(APPEND KVFOLD_COMMIT "+")
+        endif()
+    endif()
+endif()
 set_property(SOURCE "${kvfold_cpp}/bindings/register_build.cpp" PROPERTY COMPILE_DEFINITIONS
-    KVFOLD_VERSION="${PROJECT_VERSION}" KVFOLD_PIN_VERSION="${KVFOLD_PIN_VERSION}" KVFOLD_PIN_COMMIT="${KVFOLD_PIN_COMMIT}"
+    KVFOLD_VERSION="${PROJECT_VERSION}" KVFOLD_COMMIT="${KVFOLD_COMMIT}" KVFOLD_PIN_VERSION="${KVFOLD_PIN_VERSION}" KVFOLD_PIN_COMMIT="${KVFOLD_PIN_COMMIT}"
     KVFOLD_COMPILER="${CMAKE_CXX_COMPILER_ID} ${CMAKE_CXX_COMPILER_VERSION}" KVFOLD_BUILD_TYPE="${CMAKE_BUILD_TYPE}"
     KVFOLD_FLAGS="${kvfold_flags}" KVFOLD_BACKENDS="${kvfold_backends}")
 

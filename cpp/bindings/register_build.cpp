@@ -1,4 +1,4 @@
-// What this build is: version, pinned llama.cpp, compiler, flags and backends. The values come from CMake.
+// What this build is: version, commit, pinned llama.cpp, compiler, flags and backends. The values come from CMake.
 #include <pybind11/pybind11.h>
 
 #include <sstream>
@@ -21,6 +21,7 @@ void register_build(py::module_ & m) {
             }
             py::dict info;
             info["version"]          = KVFOLD_VERSION;
+            info["commit"]           = KVFOLD_COMMIT;
             info["llama_cpp_python"] = KVFOLD_PIN_VERSION;
             info["llama_cpp_commit"] = KVFOLD_PIN_COMMIT;
             info["compiler"]         = KVFOLD_COMPILER;
@@ -29,7 +30,8 @@ void register_build(py::module_ & m) {
             info["backends"]         = backends;
             return info;
         },
-        "Version, pinned llama.cpp, compiler, build type, flags and compiled-in backends, as a dict.");
+        "Version, commit (of a build from a repository; + with changes), pinned llama.cpp, compiler, build type, flags "
+        "and compiled-in backends, as a dict.");
 }
 
 }  // namespace kvfold

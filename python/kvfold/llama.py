@@ -154,6 +154,8 @@ class Llama(llama_cpp.Llama):
 
     input_ids: Any
     scores: Any
+    #: Without one (synthetic models) it takes and gives token ids, no text.
+    has_tokenizer: bool = True
 
     def __init__(
         self,
@@ -306,6 +308,8 @@ class Llama(llama_cpp.Llama):
         self._fit_buffers()
         if config is not None and config.folds and _core.context_stats(self._ctx.ctx) is None:
             raise RuntimeError(f"kv_type={config.kv_type!r} was not applied by the runtime")
+        # Upstream aborts the process when such a model is asked for text.
+        self.has_tokenizer = llama_cpp.llama_vocab_type(self._model.vocab) != llama_cpp.LLAMA_VOCAB_TYPE_NONE
         # Tokens of sliding-window layers older than this are gone; 0 when everything is kept.
         windowed = not self.context_params.swa_full
         self._window = llama_cpp.llama_model_n_swa(self._model.model) if windowed else 0
@@ -386,6 +390,24 @@ class Llama(llama_cpp.Llama):
             return result
 
     # -- evaluation ----------------------------------------------------------------------------------------------------
+
+    def tokenize(self, *args: Any, **kwargs: Any) -> list[int]:
+        """As upstream's. Raises: ValueError: the model has no tokenizer."""
+        self._require_text()
+        return list(super().tokenize(*args, **kwargs))
+
+    def detokenize(self, *args: Any, **kwargs: Any) -> bytes:
+        """As upstream's. Raises: ValueError: the model has no tokenizer."""
+        self._require_text()
+        return bytes(super().detokenize(*args, **kwargs))
+
+    def _require_text(self) -> None:
+        self._require_open()
+        if not self.has_tokenizer:
+            raise ValueError(
+                f"{self.model_path!r} has no tokenizer (tokenizer.ggml.model is 'none'): it takes and gives token ids, "
+                "no text; use eval(), sample() or generate()"
+            )
 
     def eval(self, tokens: Sequence[int]) -> None:
         """Evaluate tokens after the first ``n_tokens`` ones of ``input_ids``.

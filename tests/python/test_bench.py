@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ from cli_probe import check_refusal
 
 from kvfold import cli
 from kvfold.bench import report
-from kvfold.bench.sweep import RunFailed, Sweep, agreement, recommend_threads, run_one, thread_counts
+from kvfold.bench.sweep import RunFailed, Sweep, agreement, recommend_threads, run_one, run_sweep, thread_counts
 from kvfold.config import KvConfig
+from kvfold.progress import Progress
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +57,14 @@ def test_results_hold_what_a_reader_needs(stored: Path, talking_tiny: Path) -> N
     assert runs[0]["kld"] == pytest.approx(0, abs=1e-6) and runs[0]["same_top"] == 1
     assert 0 < runs[3]["kld"] < 0.1
     assert runs[3]["kv_bytes"] < 0.6 * runs[3]["f16_bytes"] == 0.6 * runs[2]["kv_bytes"]
+
+
+def test_models_without_a_tokenizer_are_measured_on_any_tokens(
+    core: object, tiny_path: Callable[[str], Path], tmp_path: Path
+) -> None:
+    sweep = Sweep(tiny_path("gemma3-256-iswa"), (256,), (KvConfig("fp4"),), (1,), n_decode=4)
+    runs = run_sweep(sweep, Progress(quiet=True), ["kvfold", "bench"])["runs"]
+    assert [("error" in run, run.get("decode", 0) > 0) for run in runs] == [(False, True)] * 2
 
 
 def test_report(stored: Path, capsys: Any) -> None:

@@ -801,3 +801,19 @@ def test_pickling_keeps_the_cache_settings(talking_tiny: Path, make_llm: Callabl
     assert copy.kv.to_dict()["tail"] == 64
     assert copy.kv.bytes == llm.kv.bytes
     copy.close()
+
+
+def test_models_without_a_tokenizer_take_ids_and_refuse_text(
+    make_llm: Callable[..., Any], tiny_path: Callable[[str], Path]
+) -> None:
+    llm = make_llm(tiny_path("gemma3-256-iswa"), kv_type="fp4_csa2")
+    assert not llm.has_tokenizer
+    for ask in (
+        lambda: llm.tokenize(b"text"),
+        lambda: llm.detokenize([1, 2]),
+        lambda: llm.create_completion("text", max_tokens=1),
+    ):
+        with pytest.raises(ValueError, match=r"has no tokenizer .* takes and gives token ids"):
+            ask()
+    llm.eval([1, 2, 3])
+    assert 0 <= llm.sample(temp=0.0) < llm.n_vocab()

@@ -25,7 +25,7 @@ def _processor() -> str:
 
 
 def commit() -> str:
-    """Commit of the source tree that the package runs from, with ``+`` if it has changes; empty outside of one."""
+    """Commit of the source tree that the package runs from, or was built from, with ``+`` if it had changes."""
     here = Path(__file__).resolve().parent
 
     def git(*arguments: str) -> str:
@@ -33,11 +33,11 @@ def commit() -> str:
         return result.stdout.strip()
 
     try:
-        if not git("ls-files", __file__):
-            return ""
-        return git("rev-parse", "--short=12", "HEAD") + ("+" if git("status", "--porcelain", "-uno") else "")
+        if git("ls-files", __file__):
+            return git("rev-parse", "--short=12", "HEAD") + ("+" if git("status", "--porcelain", "-uno") else "")
     except (OSError, subprocess.CalledProcessError):
-        return ""
+        pass
+    return str(_runtime.load().build_info().get("commit", ""))
 
 
 def describe() -> dict[str, Any]:

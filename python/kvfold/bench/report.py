@@ -208,6 +208,7 @@ def plot(stored: Stored, path: Path) -> None:
             axis.set_ylim(bottom=0)
         axis.grid(alpha=0.3)
     axes[0].legend()
-    figure.suptitle(f"{stored['model']['name']}, {threads} threads")
+    where = ", ".join(g["description"] for g in stored["machine"]["gpus"]) if runs[0]["n_gpu_layers"] else ""
+    figure.suptitle(f"{stored['model']['name']}, {where or f'{threads} threads'}")
     figure.savefig(path, dpi=120)
     pyplot.close(figure)

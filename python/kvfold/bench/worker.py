@@ -147,6 +147,9 @@ def run(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tokens(llm: Any, text: str, count: int) -> list[int]:
+    """``count`` tokens of the text, from its beginning again where it ends; any tokens if it has no tokenizer."""
+    if not llm.has_tokenizer:
+        return [int(t) for t in np.random.default_rng(0).integers(0, llm.n_vocab(), count)]
     tokens = list(llm.tokenize(Path(text).read_bytes()))
     while len(tokens) < count:
         tokens += tokens[1:]
