@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
 """Greedy text of a GPU beside the CPU's, prompt by prompt.
 
-usage: greedy.py MODEL.gguf TEXT.txt [--kv-type fp4_csa2] [--prompts 10] [--tokens 200] [--least 9]
+usage: greedy.py MODEL.gguf TEXT.txt [--kv-type fp4_csa2] [--prompts 10] [--tokens 200] [--least 9] [--cpu-texts FILE]
 
 TEXT is cut into as many excerpts as prompts are asked for, spread evenly; each is continued. Excerpts are long enough
 (--characters) for most of their tokens to be folded before the first new one. The CPU runs in a process that sees no
 GPU. A model with F32 weights (dequantize_gguf.py) shows the cache alone: with quantised weights the two devices round
-activations differently, and f16 differs as often. Exit status 1 if fewer than --least texts are equal.
+activations differently, and f16 differs as often. --cpu-texts keeps what the CPU wrote, and takes it from there if the
+file exists. Exit status 1 if fewer than --least texts are equal.
 """
 
 from __future__ import annotations
@@ -60,12 +61,22 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--context", type=int, default=4096)
     parser.add_argument("--least", type=int, default=9, help="texts that must be equal")
+    parser.add_argument("--cpu-texts", type=Path, help="JSON; made if it is not there")
+    parser.add_argument("--cpu-only", action="store_true", help="make --cpu-texts and stop")
     parser.add_argument("--gpu-layers", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.gpu_layers is not None:
         print(json.dumps(complete(args)))
         return 0
-    on_cpu, on_gpu = run(0), run(99)
+    if args.cpu_texts and args.cpu_texts.exists():
+        on_cpu = json.loads(args.cpu_texts.read_text())
+    else:
+        on_cpu = run(0)
+        if args.cpu_texts:
+            args.cpu_texts.write_text(json.dumps(on_cpu))
+    if args.cpu_only:
+        return 0
+    on_gpu = run(99)
     for index, (cpu, gpu) in enumerate(zip(on_cpu, on_gpu, strict=True)):
         same = next((i for i, (a, b) in enumerate(zip(cpu, gpu, strict=False)) if a != b), min(len(cpu), len(gpu)))
         verdict = "equal" if cpu == gpu else f"differ after {same} of {len(cpu)} characters"

@@ -13,6 +13,15 @@ namespace {
 using device::AttendParams;
 using device::SelectParams;
 
+// Choosing and attending are a launch each where so few tokens are read: the code of both in one launch then costs more than a
+// second launch (bench/cuda/NOTES.md, look-up 8).
+constexpr float kFewTokens = 4096.0f;
+
+bool reads_few(const SelectArgs & a) {
+    const float most = a.budget.lookup_max * float(a.n_kv);
+    return (a.budget.max_tokens > 0 ? std::min(most, float(a.budget.max_tokens)) : most) <= kFewTokens;
+}
+
 // Where the parts of the scratch are.
 struct SelectPlan {
     int    stride;
@@ -182,7 +191,7 @@ void kv_select_attend_cuda(const SelectArgs & a, const SparseAttendArgs & b, con
     const SelectPlan plan = make_plan(a, device, true);
     SelectParams     p    = select_params(a, plan, static_cast<uint8_t *>(scratch));
     give_slot(p, stream);
-    if (p.n_split == 1 || b.attend.cur.n_rows > device::kSharedRows) {
+    if (p.n_split == 1 || b.attend.cur.n_rows > device::kSharedRows || reads_few(a)) {
         launch(a, p, nullptr, stream);
         return kv_attend_sparse_cuda(b, true, device, scratch, stream);
     }
