@@ -65,6 +65,7 @@ def test_models_without_a_tokenizer_are_measured_on_any_tokens(
     sweep = Sweep(tiny_path("gemma3-256-iswa"), (256,), (KvConfig("fp4"),), (1,), n_decode=4)
     runs = run_sweep(sweep, Progress(quiet=True), ["kvfold", "bench"])["runs"]
     assert [("error" in run, run.get("decode", 0) > 0) for run in runs] == [(False, True)] * 2
+    assert not any("kld" in run for run in runs)
 
 
 def test_report(stored: Path, capsys: Any) -> None:

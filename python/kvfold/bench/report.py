@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import importlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -183,12 +184,13 @@ def plot(stored: Stored, path: Path) -> None:
         raise ValueError("no run has numbers to plot")
     threads, ubatch = max(r["n_threads"] for r in runs), max(r["n_ubatch"] for r in runs)
     runs = [r for r in runs if (r["n_threads"], r["n_ubatch"]) == (threads, ubatch)]
-    panels = (
+    panels: tuple[tuple[str, Callable[[Any], Any]], ...] = (
         ("cache (MiB)", lambda r: r["kv_bytes"] / 2**20),
         ("decode (tokens/s)", lambda r: r["decode"]),
         ("divergence from f16 (nats)", lambda r: r.get("kld")),
     )
-    figure, axes = pyplot.subplots(1, len(panels), figsize=(13, 4), layout="constrained")
+    panels = tuple(p for p in panels if any(p[1](r) is not None for r in runs))
+    figure, axes = pyplot.subplots(1, len(panels), figsize=(4.3 * len(panels), 4), layout="constrained")
     names = list(dict.fromkeys(type_name(r["kv"]) for r in runs))
     contexts = sorted({r["n_ctx"] for r in runs})
     for axis, (title, value) in zip(axes, panels, strict=True):

@@ -79,6 +79,8 @@ def run(settings: dict[str, Any]) -> dict[str, Any]:
         seconds of ``load``; ``prefill`` and ``decode`` in tokens a second; bytes of cache, peak and settled memory;
         ``bandwidth``: bytes of weights and cache read per second of decoding; ``backend``.
     """
+    import llama_cpp
+
     from .. import Llama
     from ..config import KvConfig
 
@@ -109,8 +111,13 @@ def run(settings: dict[str, Any]) -> dict[str, Any]:
     load += time.perf_counter() - started
     llm.reset()
 
+    def finish() -> None:  # a GPU may still be at work when eval() returns
+        llama_cpp.llama_synchronize(llm._ctx.ctx)
+
+    finish()
     started = time.perf_counter()
     llm.eval(prompt)
+    finish()
     prefill_seconds = time.perf_counter() - started
     rows = []
     decode_seconds = 0.0
@@ -120,6 +127,7 @@ def run(settings: dict[str, Any]) -> dict[str, Any]:
             rows.append(logits.astype(np.float16))
         started = time.perf_counter()
         llm.eval([token])
+        finish()
         decode_seconds += time.perf_counter() - started
     if settings["logits"]:
         np.save(settings["logits"], np.stack(rows))
