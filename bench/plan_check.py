@@ -16,10 +16,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
-
-import sparse_models
-
 from kvfold import Llama, _runtime
 from kvfold.config import KvConfig
 from kvfold.devices import gpus
@@ -66,6 +62,9 @@ def main() -> int:
     good = True
     with tempfile.TemporaryDirectory() as folder:
         shapes = [name for name in args.shapes.split(",") if name]
+        if shapes:  # they need the gguf package
+            sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+            import sparse_models
         models = [*args.models, *(sparse_models.write(Path(folder) / f"{name}.gguf", name) for name in shapes)]
         for path in models:
             for kv_type in args.types.split(","):

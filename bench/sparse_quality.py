@@ -528,6 +528,11 @@ RUNTIME_SETS: dict[str, list[dict[str, str]]] = {
         {"lookup": "0.2", "layers": layers}
         for layers in ("full", "dense*2,(full,reuse)*14", "dense*2,full,reindex", "dense*2,full,reuse")
     ],
+    "reuse": [
+        {"lookup": "0.2", "group": m, "layers": f"dense*2,{layers}"}
+        for m in ("4", "2")
+        for layers in ("(full,reuse)*14", "(full,reuse*2)*9,full")
+    ],
     # The 3840 tokens that `after` reads before are 960 groups of 4.
     "spans": [
         {"lookup": "0.2"},
@@ -632,7 +637,9 @@ def needle(options: argparse.Namespace) -> None:
     caches = [] if options.without_f16 else [("f16", REFERENCE, False)]
     for m in options.groups:
         caches.append((f"m = {m}, dense", KvConfig("fp4_csa2", group=m, lookup=1), False))
-        caches.append((f"m = {m}, look-up", KvConfig("fp4_csa2", group=m, min_context=least), True))
+        for layers in options.layers:
+            name = "look-up" if layers == "auto" else layers
+            caches.append((f"m = {m}, {name}", KvConfig("fp4_csa2", group=m, min_context=least, layers=layers), True))
     text = options.text.read_text(encoding="utf-8")
     results = []
     for n_ctx in options.lengths:
@@ -709,6 +716,7 @@ def main() -> None:
     facts = commands.add_parser("needle")
     facts.add_argument("--lengths", type=int, nargs="+", default=[2048, 4096], help="contexts")
     facts.add_argument("--groups", type=int, nargs="+", default=[4, 2])
+    facts.add_argument("--layers", nargs="+", default=["auto"], help="schedules for look-up")
     facts.add_argument("--without-f16", action="store_true", help="dense and look-up only")
     facts.add_argument("--threads", type=int, default=2)
     facts.add_argument("--json", type=Path, help="keep the numbers here")
