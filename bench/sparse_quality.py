@@ -533,6 +533,10 @@ RUNTIME_SETS: dict[str, list[dict[str, str]]] = {
         for m in ("4", "2")
         for layers in ("(full,reuse)*14", "(full,reuse*2)*9,full")
     ],
+    "reuse-late": [
+        {"lookup": "0.2", "layers": f"dense*2,{layers}"}
+        for layers in ("full*12,(full,reuse)*8", "full*18,(full,reuse)*5", "full*12,(full:0.4,reuse)*8")
+    ],
     # The 3840 tokens that `after` reads before are 960 groups of 4.
     "spans": [
         {"lookup": "0.2"},
