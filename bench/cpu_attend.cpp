@@ -1,7 +1,8 @@
 // Checks and times the CPU operations of a kvfold cache without a model.
 //
 //     cpu_attend check              random small layers against a plain double-precision reference; exit 1 on a mismatch
-//     cpu_attend time [threads [what]]   decode, batch, prefill, fold, lookup, score at the shapes of real models
+//     cpu_attend time [threads [what]]   decode, scales (decode, prefill with scale groups of 32 and 64), batch, prefill, fold,
+//                                        lookup, score at the shapes of real models
 //
 // Built by hand:
 //     g++ -O3 -march=native -std=c++17 -Icpp -o cpu_attend bench/cpu_attend.cpp
@@ -54,28 +55,27 @@ Times run(int nth, size_t scratch_bytes, int repeats, const Op & op) {
 
 struct Dims {
     int32_t n_head, n_head_kv, head_dim, group;
+    int32_t scale_group = kFp4ScaleGroup;
 };
 
 struct Layer {
     Dims                  dims;
-    std::vector<Fp4Block> far_k, far_v;
+    std::vector<uint8_t>  far_k, far_v;
     std::vector<uint8_t>  side;
     std::vector<uint16_t> near_k, near_v;
     LayerMemory           mem;
 
     Layer(Dims d, int32_t n_cells, int32_t n_near, int32_t n_spans = 0) : dims(d) {
-        const size_t blocks = size_t(d.n_head_kv) * size_t(d.head_dim / 64);
-        const size_t row    = size_t(d.n_head_kv) * size_t(d.head_dim);
+        const size_t row = size_t(d.n_head_kv) * size_t(d.head_dim);
+        const size_t far = size_t(d.n_head_kv) * size_t(far_row_bytes(d.head_dim, d.scale_group));
         // Poison: bytes 0xFF are NaN in f16 and a huge scale in FP4.
-        far_k.resize(size_t(n_cells) * blocks);
-        far_v.resize(size_t(n_cells) * blocks);
-        std::memset(static_cast<void *>(far_k.data()), 0xFF, far_k.size() * sizeof(Fp4Block));
-        std::memset(static_cast<void *>(far_v.data()), 0xFF, far_v.size() * sizeof(Fp4Block));
+        far_k.assign(size_t(n_cells) * far, 0xFF);
+        far_v.assign(size_t(n_cells) * far, 0xFF);
         side.assign(side_layout(d.n_head_kv, d.head_dim, n_cells / d.group, n_spans).bytes, 0xFF);
         near_k.assign(size_t(n_near) * row, 0xFFFF);
         near_v.assign(size_t(n_near) * row, 0xFFFF);
-        mem = {d.n_head_kv,  d.head_dim,   d.group,     n_cells,       n_near,       n_spans,
-               far_k.data(), far_v.data(), side.data(), near_k.data(), near_v.data()};
+        mem = {d.n_head_kv,  d.head_dim,   d.group,     n_cells,       n_near,        n_spans,
+               far_k.data(), far_v.data(), side.data(), near_k.data(), near_v.data(), d.scale_group};
     }
 };
 
@@ -111,10 +111,11 @@ AttendArgs attend_args(const Layer & layer, const CurrentRows & cur, const CellL
     return a;
 }
 
-void decode_blocks(const Fp4Block * blocks, int32_t n, double * x) {
+void decode_row(const Fp4Row & row, int32_t n, int32_t scale_group, double * x) {
     for (int32_t d = 0; d < n; d += 16) {
         float sixteen[16];
-        fp4_decode_16(blocks[d / 64], d / 16 % 4, sixteen);
+        fp4_decode_16(scale_decode(row.scale[d / 64 * row.scale_step + d % 64 / scale_group]),
+                      row.quant + d / 64 * row.quant_step + d % 64 / 2, sixteen);
         std::copy(sixteen, sixteen + 16, x + d);
     }
 }
@@ -122,17 +123,16 @@ void decode_blocks(const Fp4Block * blocks, int32_t n, double * x) {
 // Key and value of a cell for one KV head, by definition.
 void reference_row(const AttendArgs & a, int32_t cell, int32_t src, int32_t head, std::vector<double> & k,
                    std::vector<double> & v) {
-    const LayerMemory & m      = a.mem;
-    const int32_t       dim    = m.head_dim;
-    const int64_t       blocks = dim / 64;
+    const LayerMemory & m   = a.mem;
+    const int32_t       dim = m.head_dim;
     k.resize(size_t(dim));
     v.resize(size_t(dim));
     if (src == kSrcFar) {
         std::vector<double> s(static_cast<size_t>(dim));
-        const auto *        sums = reinterpret_cast<const Fp4Block *>(m.side);
-        decode_blocks(sums + (int64_t(cell / m.group) * m.n_head_kv + head) * blocks, dim, s.data());
-        decode_blocks(m.far_k + (int64_t(cell) * m.n_head_kv + head) * blocks, dim, k.data());
-        decode_blocks(m.far_v + (int64_t(cell) * m.n_head_kv + head) * blocks, dim, v.data());
+        Fp4Block *          sum = group_summary(m, cell / m.group, head);
+        decode_row({sum->scale, sum->quant, sizeof(Fp4Block), sizeof(Fp4Block)}, dim, kFp4ScaleGroup, s.data());
+        decode_row(far_row(m.far_k, m, cell, head), dim, m.scale_group, k.data());
+        decode_row(far_row(m.far_v, m, cell, head), dim, m.scale_group, v.data());
         for (int32_t d = 0; d < dim; ++d) {
             k[size_t(d)] += s[size_t(d)];
         }
@@ -252,8 +252,9 @@ bool check_attend(std::mt19937 & rng, Dims d, int32_t n_kv, int32_t n_q, int var
     run(2, kv_fold_scratch(fold, 2), 1, [&](const Threads & t) { kv_fold(fold, t); });
     for (int32_t c = 0; c < n_cells; ++c) {
         if (c >= n_kv || src[size_t(c)] != kSrcFar) {
-            const size_t bytes = size_t(d.head_dim / 64 * d.n_head_kv) * sizeof(Fp4Block);
-            std::memset(static_cast<void *>(layer.far_k.data() + size_t(c) * bytes / sizeof(Fp4Block)), 0xFF, bytes);
+            for (int32_t h = 0; h < d.n_head_kv; ++h) {
+                fp4_fill_row(far_row(layer.mem.far_k, layer.mem, c, h), 0xFF, d.head_dim, d.scale_group);
+            }
         }
     }
 
@@ -302,16 +303,17 @@ bool check_attend(std::mt19937 & rng, Dims d, int32_t n_kv, int32_t n_q, int var
         }
     }
     const bool good = worst < kTolerance;
-    std::printf("%s heads %d/%d x %d group %d n_kv %d n_q %d variant %d: %.1e\n", good ? "ok  " : "FAIL", d.n_head,
-                d.n_head_kv, d.head_dim, d.group, n_kv, n_q, variant, worst);
+    std::printf("%s heads %d/%d x %d group %d scales of %d n_kv %d n_q %d variant %d: %.1e\n", good ? "ok  " : "FAIL",
+                d.n_head, d.n_head_kv, d.head_dim, d.group, d.scale_group, n_kv, n_q, variant, worst);
     return good;
 }
 
 bool check_all() {
     std::mt19937 rng(7);
     bool         good   = true;
-    const Dims   dims[] = {{9, 3, 64, 4},  {4, 4, 64, 32},  {16, 1, 64, 2},
-                           {8, 2, 128, 8}, {4, 1, 256, 16}, {7, 7, 128, 4}};
+    const Dims   dims[] = {{9, 3, 64, 4},      {4, 4, 64, 32},     {16, 1, 64, 2},     {8, 2, 128, 8},
+                           {4, 1, 256, 16},    {7, 7, 128, 4},     {9, 3, 64, 4, 32},  {9, 3, 64, 8, 64},
+                           {8, 2, 128, 4, 64}, {7, 7, 128, 4, 32}, {4, 1, 256, 16, 32}};
     for (const Dims & d : dims) {
         for (int variant = 0; variant < 4; ++variant) {
             for (const int32_t n_q : {1, 2, 5, 13, 67}) {
@@ -347,14 +349,13 @@ struct Scene {
         : d(dims), n_past(past), n_q(queries), n_kv((past + queries + 255) / 256 * 256),
           layer(dims, n_kv, kTail + 8, n_kv / kSpanCells), mask(size_t(queries) * size_t(n_kv), 0xFC00) {
         const size_t row    = size_t(d.n_head_kv) * size_t(d.head_dim);
-        const size_t blocks = row / 64;
         const auto   sample = normal(rng, row, 1.0f);
         cur                 = normal(rng, size_t(n_q) * row, 1.0f);
         q                   = normal(rng, size_t(d.n_head) * size_t(n_q) * size_t(d.head_dim), 1.0f);
         out.resize(q.size());
         for (int32_t c = 0; c < n_kv; ++c) {
-            fp4_encode_row(sample.data(), layer.far_k.data() + size_t(c) * blocks, int64_t(row));
-            fp4_encode_row(sample.data(), layer.far_v.data() + size_t(c) * blocks, int64_t(row));
+            fp4_encode_row(sample.data(), far_row(layer.mem.far_k, layer.mem, c, 0), int64_t(row), d.scale_group);
+            fp4_encode_row(sample.data(), far_row(layer.mem.far_v, layer.mem, c, 0), int64_t(row), d.scale_group);
         }
         const SideLayout at = side_layout(layer.mem);
         summarise(rng, 0, at.spread_offset, n_kv / d.group);
@@ -380,7 +381,9 @@ struct Scene {
         attend.mask_stride = n_kv;
     }
 
-    double row_bytes() const { return double(d.n_head_kv) * d.head_dim / 64 * sizeof(Fp4Block); }
+    // Of a token: a key or value, the summary of its group.
+    double far_bytes() const { return double(d.n_head_kv) * double(far_row_bytes(d.head_dim, d.scale_group)); }
+    double summary_bytes() const { return double(d.n_head_kv) * double(far_row_bytes(d.head_dim, kFp4ScaleGroup)); }
 
   private:
     // Summaries and spreads of `n` groups or spans. No two neighbours are alike, or what is looked up would lie side by side.
@@ -415,12 +418,13 @@ void time_attend(std::mt19937 & rng, const char * name, Dims d, int32_t n_past, 
     const Scene scene(rng, d, n_past, n_q);
     const Times best =
         time_of(nth, kv_attend_scratch(scene.attend, nth), [&](const Threads & t) { kv_attend(scene.attend, t); });
-    const double bytes = double(n_past) * scene.row_bytes() * (2 + 1.0 / d.group);
+    const double bytes = double(n_past) * (2 * scene.far_bytes() + scene.summary_bytes() / d.group);
     const double flops = 4.0 * double(d.n_head) * d.head_dim * n_q * (n_past + 0.5 * n_q);
-    std::printf("%-8s %2d/%d x %3d group %d past %5d n_q %3d: %9.1f us a layer, %6.2f GB/s, %6.1f Gflop/s; "
-                "processor time %9.1f us\n",
-                name, d.n_head, d.n_head_kv, d.head_dim, d.group, n_past, n_q, best.wall * 1e6,
-                bytes / best.wall * 1e-9, flops / best.wall * 1e-9, best.cpu * 1e6);
+    std::printf(
+        "%-8s %2d/%d x %3d group %d scales of %d past %5d n_q %3d: %9.1f us a layer, %6.2f GB/s, %6.1f Gflop/s; "
+        "processor time %9.1f us\n",
+        name, d.n_head, d.n_head_kv, d.head_dim, d.group, d.scale_group, n_past, n_q, best.wall * 1e6,
+        bytes / best.wall * 1e-9, flops / best.wall * 1e-9, best.cpu * 1e6);
 }
 
 // One token that looks up: `share` of the groups, `most` tokens at most (0: no bound), found among all groups, or among those
@@ -471,8 +475,9 @@ void time_lookup(const Scene & scene, const char * name, float share, int32_t mo
         "lookup   %2d/%d x %3d group %d past %6d %-24s: %8.1f us to find %6.0f tokens, %6.2f GB/s; %8.1f us to read "
         "them, %6.2f GB/s; together %8.1f us\n",
         scene.d.n_head, mem.n_head_kv, mem.head_dim, mem.group, scene.n_past, name, find.wall * 1e6, taken,
-        (scored + spans) * scene.row_bytes() / find.wall * 1e-9, read.wall * 1e6,
-        taken * (2 + 1.0 / mem.group) * scene.row_bytes() / read.wall * 1e-9, (find.wall + read.wall) * 1e6);
+        (scored + spans) * scene.summary_bytes() / find.wall * 1e-9, read.wall * 1e6,
+        taken * (2 * scene.far_bytes() + scene.summary_bytes() / mem.group) / read.wall * 1e-9,
+        (find.wall + read.wall) * 1e6);
 }
 
 void time_lookups(std::mt19937 & rng, Dims d, int nth) {
@@ -509,7 +514,7 @@ void time_score(std::mt19937 & rng, Dims d, int32_t past, bool sizes, int nth) {
     score.sizes       = sizes;
     score.scores      = scores.data();
     const Times  all  = time_of(nth, kv_score_scratch(score, nth), [&](const Threads & t) { kv_score(score, t); });
-    const double read = double(past) * (1.0 + double(sizes) + 1.0 / d.group) * scene.row_bytes();
+    const double read = double(past) * ((1.0 + double(sizes)) * scene.far_bytes() + scene.summary_bytes() / d.group);
     std::printf(
         "score    %2d/%d x %3d group %d past %6d %s values: %8.1f us a layer, %6.2f GB/s, processor time %8.1f us; "
         "queries of 1 token %6.2f us, of 512 %8.1f us\n",
@@ -535,8 +540,8 @@ void time_fold(std::mt19937 & rng, Dims d, int32_t tokens, int nth) {
     a.plan            = plan.data();
     a.n_groups        = tokens / d.group;
     const Times times = run(nth, kv_fold_scratch(a, nth), 20, [&](const Threads & t) { kv_fold(a, t); });
-    std::printf("%-10s    %d x %d group %d: %.2f us a token and layer, processor time %.2f us\n", "fold", d.n_head_kv,
-                d.head_dim, d.group, times.wall * 1e6 / tokens, times.cpu * 1e6 / tokens);
+    std::printf("%-10s    %d x %d group %d scales of %d: %.2f us a token and layer, processor time %.2f us\n", "fold",
+                d.n_head_kv, d.head_dim, d.group, d.scale_group, times.wall * 1e6 / tokens, times.cpu * 1e6 / tokens);
 }
 
 void time_all(int nth, const std::string & only) {
@@ -551,6 +556,11 @@ void time_all(int nth, const std::string & only) {
     for (const int32_t past : {1024, 8192}) {
         attend("decode", small, past, 1);
         attend("decode", large, past, 1);
+    }
+    for (const int32_t scale_group : {32, 64}) {
+        attend("scales", {9, 3, 64, 4, scale_group}, 8192, 1);
+        attend("scales", {32, 8, 128, 4, scale_group}, 8192, 1);
+        attend("scales", {9, 3, 64, 4, scale_group}, 8192, 512);
     }
     attend("batch", small, 8192, 4);
     attend("batch", small, 8192, 16);
@@ -568,8 +578,10 @@ void time_all(int nth, const std::string & only) {
         }
     }
     if (std::string("fold").find(only) != std::string::npos) {
-        time_fold(rng, small, 512, nth);
-        time_fold(rng, large, 512, nth);
+        for (const int32_t scale_group : {16, 32, 64}) {
+            time_fold(rng, {9, 3, 64, 4, scale_group}, 512, nth);
+            time_fold(rng, {32, 8, 128, 4, scale_group}, 512, nth);
+        }
     }
 }
 
@@ -585,6 +597,6 @@ int main(int argc, char ** argv) {
                  argc > 3 ? argv[3] : "");
         return 0;
     }
-    std::fprintf(stderr, "usage: cpu_attend check | time [threads [decode|batch|prefill|fold|lookup|score]]\n");
+    std::fprintf(stderr, "usage: cpu_attend check | time [threads [decode|scales|batch|prefill|fold|lookup|score]]\n");
     return 1;
 }

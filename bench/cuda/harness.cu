@@ -2,10 +2,12 @@
 //
 // usage: harness [check] [quick] [time] [profile] ...
 //   check    every operation over many shapes, against a double-precision reference (attention), byte by byte (fold, store), or
-//            against the CPU's (check-lookup: look-up alone; check-score: scores and query statistics alone)
+//            against the CPU's (check-lookup: look-up alone; check-score: scores and query statistics alone); then the quick ones
+//            with far rows that have a scale for 32 or 64 channels (check-32, check-64: all of it with those)
 //   quick    the same over few shapes, for compute-sanitizer
 //   time     decode, fold, prefill over depths; the far rows of a layer are random, layers rotate so that caches do not help
-//            (time-decode, time-lookup, time-fold, time-score, time-prefill: one of them)
+//            (time-decode, time-lookup, time-fold, time-score, time-prefill: one of them; time-scales: a few of each with a scale
+//            for 16, 32 and 64 channels)
 //   profile  a few decode launches at 64K for a profiler; profile-short: at 256; profile-lookup: look-ups at 64K
 // Exit status 1 when a check failed.
 #include <cuda_fp16.h>
@@ -116,10 +118,11 @@ void on_host(size_t (*scratch)(const Args &, int), void (*op)(const Args &, cons
 
 // --- a layer on the host and on the device ---------------------------------------------------------------------------
 
+int scale_group = kFp4ScaleGroup;  // of the layers that are made
+
 struct Layer {
     int                   n_head_kv, dim, group, n_cells, n_near, n_rows;
-    std::vector<Fp4Block> far_k, far_v;
-    std::vector<uint8_t>  side;
+    std::vector<uint8_t>  far_k, far_v, side;
     std::vector<uint16_t> near_k, near_v;
     std::vector<float>    cur_k, cur_v;  // [n_rows][n_head_kv * dim + pad]
     int                   cur_stride;
@@ -127,15 +130,26 @@ struct Layer {
     int blocks() const { return dim / kFp4BlockValues; }
 
     LayerMemory memory() {
-        return {n_head_kv,    dim,          group,       n_cells,       n_near,       0,
-                far_k.data(), far_v.data(), side.data(), near_k.data(), near_v.data()};
+        return {n_head_kv,    dim,          group,       n_cells,       n_near,        0,
+                far_k.data(), far_v.data(), side.data(), near_k.data(), near_v.data(), scale_group};
+    }
+    // Of far_k: memory ends at a multiple of 4 bytes.
+    size_t far_bytes() const { return (size_t(n_cells) * n_head_kv * far_row_bytes(dim, scale_group) + 3) / 4 * 4; }
+    Fp4Row far_row(std::vector<uint8_t> & far, int cell, int head) {
+        return kvfold::far_row(far.data(), memory(), cell, head);
+    }
+    // What nobody may read: all bits set, which is NaN or a huge scale.
+    void poison(int cell) {
+        for (int h = 0; h < n_head_kv; ++h) {
+            fp4_fill_row(far_row(far_k, cell, h), 0xFF, dim, scale_group);
+            fp4_fill_row(far_row(far_v, cell, h), 0xFF, dim, scale_group);
+        }
     }
     CurrentRows current() const { return {cur_k.data(), cur_v.data(), cur_stride, cur_stride, n_rows}; }
 };
 
 struct DeviceLayer {
-    DeviceArray<Fp4Block> far_k, far_v;
-    DeviceArray<uint8_t>  side;
+    DeviceArray<uint8_t>  far_k, far_v, side;
     DeviceArray<uint16_t> near_k, near_v;
     DeviceArray<float>    cur_k, cur_v;
     LayerMemory           mem;
@@ -144,8 +158,8 @@ struct DeviceLayer {
     explicit DeviceLayer(Layer & l)
         : far_k(l.far_k), far_v(l.far_v), side(l.side), near_k(l.near_k), near_v(l.near_v), cur_k(l.cur_k),
           cur_v(l.cur_v) {
-        mem = {l.n_head_kv, l.dim,       l.group,    l.n_cells,    l.n_near,    0,
-               far_k.get(), far_v.get(), side.get(), near_k.get(), near_v.get()};
+        mem = {l.n_head_kv, l.dim,       l.group,    l.n_cells,    l.n_near,     0,
+               far_k.get(), far_v.get(), side.get(), near_k.get(), near_v.get(), scale_group};
         cur = {cur_k.get(), cur_v.get(), l.cur_stride, l.cur_stride, l.n_rows};
     }
 };
@@ -161,17 +175,29 @@ void random_blocks(Rng & rng, Fp4Block * b, size_t n, int scale_lo, int scale_hi
     }
 }
 
+void random_rows(Rng & rng, Layer & l, std::vector<uint8_t> & far, int scale_lo, int scale_hi) {
+    far.resize(l.far_bytes());
+    for (auto & x : far) {
+        x = uint8_t(rng());
+    }
+    for (int i = 0; i < l.n_cells * l.n_head_kv; ++i) {
+        const Fp4Row row = l.far_row(far, i / l.n_head_kv, i % l.n_head_kv);
+        for (int s = 0; s < l.dim / scale_group; ++s) {
+            const int a_block                                     = kFp4BlockValues / scale_group;
+            row.scale[s / a_block * row.scale_step + s % a_block] = uint8_t(uniform(rng, scale_lo, scale_hi));
+        }
+    }
+}
+
 Layer random_layer(Rng & rng, int n_head_kv, int dim, int group, int n_cells, int n_near, int n_rows) {
     Layer l{};
     l.n_head_kv = n_head_kv, l.dim = dim, l.group = group, l.n_near = n_near, l.n_rows = n_rows;
     l.n_cells               = (n_cells + group - 1) / group * group;
     l.cur_stride            = n_head_kv * dim + 4 * uniform(rng, 0, 3);
     const size_t row_blocks = size_t(n_head_kv) * l.blocks();
-    l.far_k.resize(l.n_cells * row_blocks);
-    l.far_v.resize(l.n_cells * row_blocks);
     // keys of about 1, differences of about 0.25, values of about 1: scale codes of 2^-3 .. 2^-1 and below
-    random_blocks(rng, l.far_k.data(), l.far_k.size(), 0xA0, 0xA8);
-    random_blocks(rng, l.far_v.data(), l.far_v.size(), 0xA8, 0xB4);
+    random_rows(rng, l, l.far_k, 0xA0, 0xA8);
+    random_rows(rng, l, l.far_v, 0xA8, 0xB4);
     const SideLayout s = side_layout(n_head_kv, dim, l.n_cells / group, 0);
     l.side.assign(s.bytes, 0);
     random_blocks(rng, reinterpret_cast<Fp4Block *>(l.side.data()), size_t(l.n_cells / group) * row_blocks, 0xA8, 0xB0);
@@ -330,8 +356,7 @@ Inputs make_inputs(Rng & rng, const Case & c, Layer & l) {
         if (src == kSrcFar) {
             group_used[i / l.group] = 1;
         } else {
-            std::memset(static_cast<void *>(&l.far_k[i * row_blocks]), 0xFF, row_blocks * sizeof(Fp4Block));
-            std::memset(static_cast<void *>(&l.far_v[i * row_blocks]), 0xFF, row_blocks * sizeof(Fp4Block));
+            l.poison(i);
         }
     }
     for (size_t g = 0; g < group_used.size(); ++g) {
@@ -363,15 +388,19 @@ std::vector<float> reference(const Case & c, Layer & l, const Inputs & in, float
             float *       ki = &k[size_t(i) * dim], *vi = &v[size_t(i) * dim];
             const int32_t src = in.cell_src[i];
             if (src == kSrcFar) {
-                const Fp4Block * kb = &l.far_k[(size_t(i) * c.n_head_kv + h) * head_blocks];
-                const Fp4Block * vb = &l.far_v[(size_t(i) * c.n_head_kv + h) * head_blocks];
-                const Fp4Block * sb =
+                const Fp4Row kr = l.far_row(l.far_k, i, h), vr = l.far_row(l.far_v, i, h);
+                Fp4Block *   sum =
                     reinterpret_cast<Fp4Block *>(l.side.data()) + (size_t(i / c.group) * c.n_head_kv + h) * head_blocks;
+                const Fp4Row sr{sum->scale, sum->quant, sizeof(Fp4Block), sizeof(Fp4Block)};
+                const auto   decode = [](const Fp4Row & row, int d, int channels, float * to) {
+                    fp4_decode_16(scale_decode(row.scale[d / 64 * row.scale_step + d % 64 / channels]),
+                                  row.quant + d / 64 * row.quant_step + d % 64 / 2, to);
+                };
                 for (int d = 0; d < dim; d += 16) {
                     float s[16];
-                    fp4_decode_16(kb[d / 64], d % 64 / 16, ki + d);
-                    fp4_decode_16(sb[d / 64], d % 64 / 16, s);
-                    fp4_decode_16(vb[d / 64], d % 64 / 16, vi + d);
+                    decode(kr, d, scale_group, ki + d);
+                    decode(sr, d, kFp4ScaleGroup, s);
+                    decode(vr, d, scale_group, vi + d);
                     for (int j = 0; j < 16; ++j) {
                         ki[d + j] += s[j];
                     }
@@ -629,11 +658,9 @@ void check_lookup(Rng & rng, Case c, const LookupBudget & budget, bool stands_in
             any[g] |= r[g];
         }
     }
-    const size_t row_blocks = size_t(l.n_head_kv) * l.blocks();
     for (int cell = 0; cell < c.n_kv; ++cell) {
         if (!any[cell / c.group]) {
-            std::memset(static_cast<void *>(&l.far_k[cell * row_blocks]), 0xFF, row_blocks * sizeof(Fp4Block));
-            std::memset(static_cast<void *>(&l.far_v[cell * row_blocks]), 0xFF, row_blocks * sizeof(Fp4Block));
+            l.poison(cell);
         }
     }
     Layer plain = l;
@@ -1006,8 +1033,7 @@ void check_score(Rng & rng, const ScoreCase & c, const CudaDevice & device) {
             far[i / 32] |= 1u << (i % 32);
             group_used[i / c.group] = 1;
         } else {  // nobody may look
-            std::memset(static_cast<void *>(&l.far_k[i * row_blocks]), 0xFF, row_blocks * sizeof(Fp4Block));
-            std::memset(static_cast<void *>(&l.far_v[i * row_blocks]), 0xFF, row_blocks * sizeof(Fp4Block));
+            l.poison(i);
         }
     }
     for (size_t g = 0; g < group_used.size(); ++g) {
@@ -1203,42 +1229,49 @@ std::vector<int32_t> conversation(int n_kv, int n_q, int padding) {
     return src;
 }
 
+double attend_bytes(const Shape & s, int group, int n_kv) {
+    const double summary = double(s.n_head_kv) * s.dim / 64 * sizeof(Fp4Block);
+    return n_kv * (2.0 * double(s.n_head_kv) * double(far_row_bytes(s.dim, scale_group)) + summary / group);
+}
+
 struct TimedLayers {
     std::vector<DeviceLayer> layers;
     int                      n;
 
     TimedLayers(const Shape & s, int group, int n_kv, int n_q, size_t budget) {
         Rng          rng(3);
-        const size_t bytes = size_t(n_kv) * s.n_head_kv * s.dim / 64 * 36 * 9 / 4;
+        const size_t bytes = size_t(attend_bytes(s, 4, n_kv));
         n                  = int(std::max<size_t>(3, std::min<size_t>(s.n_layer, budget / bytes)));
         Layer l            = random_layer(rng, s.n_head_kv, s.dim, group, 4096, 160, n_q);
         // the far tier is a repeated pattern: what it holds does not change the time
         const size_t row_blocks = size_t(s.n_head_kv) * l.blocks();
-        l.n_cells               = n_kv;
-        auto repeat             = [](std::vector<Fp4Block> & x, size_t to) {
-            const size_t from = x.size();
-            x.resize(to);
-            for (size_t i = from; i < to; i += from) {
-                std::copy_n(x.begin(), std::min(from, to - i), x.begin() + i);
+        auto         repeated   = [](const std::vector<uint8_t> & x, size_t begin, size_t from, size_t to) {
+            std::vector<uint8_t> all(to);
+            for (size_t i = 0; i < to; i += from) {
+                std::copy_n(x.begin() + begin, std::min(from, to - i), all.begin() + i);
             }
+            return all;
         };
-        std::vector<Fp4Block> summary(4096 / group * row_blocks);
-        std::memcpy(static_cast<void *>(summary.data()), l.side.data(), summary.size() * sizeof(Fp4Block));
-        repeat(l.far_k, size_t(n_kv) * row_blocks);
-        repeat(l.far_v, size_t(n_kv) * row_blocks);
-        repeat(summary, size_t(n_kv / group) * row_blocks);
+        // values, scales, or blocks that have both
+        const size_t row    = size_t(s.n_head_kv) * far_row_bytes(s.dim, scale_group),
+                     sums   = row_blocks * sizeof(Fp4Block);
+        const size_t values = scale_group == kFp4ScaleGroup ? row : size_t(s.n_head_kv) * s.dim / 2;
+        for (auto * far : {&l.far_k, &l.far_v}) {
+            std::vector<uint8_t>       all = repeated(*far, 0, 4096 * values, n_kv * values);
+            const std::vector<uint8_t> scales =
+                repeated(*far, 4096 * values, 4096 * (row - values), n_kv * (row - values));
+            all.insert(all.end(), scales.begin(), scales.end());
+            *far = all;
+        }
+        const std::vector<uint8_t> summaries = repeated(l.side, 0, 4096 / group * sums, n_kv / group * sums);
+        l.n_cells                            = n_kv;
         l.side.assign(side_layout(s.n_head_kv, s.dim, n_kv / group, 0).bytes, 0);
-        std::memcpy(l.side.data(), summary.data(), summary.size() * sizeof(Fp4Block));
+        std::copy(summaries.begin(), summaries.end(), l.side.begin());
         for (int i = 0; i < n; ++i) {
             layers.emplace_back(l);
         }
     }
 };
-
-double attend_bytes(const Shape & s, int group, int n_kv) {
-    const double row = double(s.n_head_kv) * s.dim / 64 * 36;
-    return n_kv * (2.0 + 1.0 / group) * row;
-}
 
 void time_attend(const Shape & s, int group, int n_kv, int n_q, bool all_far, const CudaDevice & device,
                  double bandwidth) {
@@ -1531,6 +1564,25 @@ void time_scores(const CudaDevice & device) {
     }
 }
 
+void time_scales(const CudaDevice & device, int n) {
+    scale_group = n;
+    std::printf("scales for %d channels\n", n);
+    for (int n_kv : {8192, 65536}) {
+        time_attend(kLlama8b, 4, n_kv, 1, false, device, 4e12);
+        time_lookup(kLlama8b, 4, n_kv, 0.2f, 0, true, device);
+    }
+    for (const Shape & s : {kLlama1b, kGemma4b}) {
+        time_attend(s, 4, 65536, 1, false, device, 4e12);
+        time_attend(s, 4, 32768, 512, false, device, 1.0);
+    }
+    time_attend(kLlama8b, 4, 32768, 512, false, device, 1.0);
+    time_attend(kLlama8b, 4, 32768, 512, false, {device.n_sm, 80}, 1.0);
+    time_fold(kLlama8b, 4, 4);
+    time_fold(kLlama8b, 4, 512);
+    time_score(kLlama8b, 4, 65536, device);
+    scale_group = kFp4ScaleGroup;
+}
+
 void time_prefill(const CudaDevice & device) {
     for (int n_kv : {2048, 8192, 32768}) {
         time_attend(kLlama8b, 4, n_kv, 512, false, device, 1.0);
@@ -1542,6 +1594,21 @@ void time_prefill(const CudaDevice & device) {
     time_attend(kLlama8b, 4, 32768, 512, false, ampere, 1.0);
 }
 
+void check_all(bool quick, const CudaDevice & device) {
+    check_fold_all(quick);
+    check_attend_all(quick, device);
+    check_lookup_all(quick, device);
+    check_score_all(quick, device);
+}
+
+// With a scale for so many channels.
+void check_scales(int n, bool quick, const CudaDevice & device) {
+    scale_group = n;
+    std::printf("scales for %d channels\n", n);
+    check_all(quick, device);
+    scale_group = kFp4ScaleGroup;
+}
+
 }  // namespace
 
 int main(int argc, char ** argv) {
@@ -1550,10 +1617,12 @@ int main(int argc, char ** argv) {
     for (int i = 1; i < argc; ++i) {
         const std::string what = argv[i];
         if (what == "check" || what == "quick") {
-            check_fold_all(what == "quick");
-            check_attend_all(what == "quick", device);
-            check_lookup_all(what == "quick", device);
-            check_score_all(what == "quick", device);
+            check_all(what == "quick", device);
+            check_scales(32, true, device);
+            check_scales(64, true, device);
+            std::printf("%s: %d failed\n", what.c_str(), n_failed);
+        } else if (what == "check-32" || what == "check-64") {
+            check_scales(what == "check-32" ? 32 : 64, false, device);
             std::printf("%s: %d failed\n", what.c_str(), n_failed);
         } else if (what == "check-lookup") {
             check_lookup_all(false, device);
@@ -1580,6 +1649,10 @@ int main(int argc, char ** argv) {
             }
             if (wanted("prefill")) {
                 time_prefill(device);
+            }
+        } else if (what == "time-scales") {
+            for (int n : {16, 32, 64}) {
+                time_scales(device, n);
             }
         } else if (what == "profile" || what == "profile-short") {
             time_attend({"llama-8b", 4, 8, 32, 128}, 4, what == "profile" ? 65536 : 256, 1, false, device, 4e12);

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds the standalone harness on a machine with a GPU, checks every CUDA operation, times them, prints a short table.
 #
-# usage: bench/cuda/run_device.sh [check | check-lookup | check-score] [time | time-decode | time-lookup | time-fold | time-score | time-prefill] [sanitize] [profile]      default: check time
+# usage: bench/cuda/run_device.sh [check | check-lookup | check-score | check-32 | check-64] [time | time-decode | time-lookup | time-fold | time-score | time-prefill | time-scales] [sanitize] [profile]      default: check time
 # environment: ARCH (default sm_90), OUT (where logs go, default a folder of the temporary directory)
 set -euo pipefail
 cd "$(dirname "$0")/../.."

@@ -49,6 +49,19 @@ struct LayerArrays {
     int       group;
 };
 
+// Channels a scale of far rows that have so many bytes for a KV head.
+inline int32_t scale_group_of(py::ssize_t row_bytes, int32_t head_dim) {
+    std::string sizes;
+    for (const int32_t scale_group : {16, 32, 64}) {
+        if (row_bytes == far_row_bytes(head_dim, scale_group)) {
+            return scale_group;
+        }
+        sizes += (sizes.empty() ? "" : ", ") + std::to_string(far_row_bytes(head_dim, scale_group));
+    }
+    throw py::value_error("far_k: rows of " + std::to_string(row_bytes) + " bytes; " + std::to_string(head_dim) +
+                          " channels take " + sizes);
+}
+
 inline LayerMemory layer_memory(const LayerArrays & l, bool write) {
     require("near_k", l.near_k, Element::f16, {kAny, kAny, kAny});
     require("far_k", l.far_k, Element::u8, {kAny, kAny, kAny});
@@ -65,7 +78,8 @@ inline LayerMemory layer_memory(const LayerArrays & l, bool write) {
         throw py::value_error("far_k: " + std::to_string(cells) + " cells are no multiple of group " +
                               std::to_string(l.group));
     }
-    const py::ssize_t row = dim / kFp4BlockValues * py::ssize_t(sizeof(Fp4Block));
+    const py::ssize_t row         = l.far_k.shape(2);
+    const int32_t     scale_group = scale_group_of(row, int32_t(dim));
     // A layer keeps summaries of spans or not: its side memory tells.
     const int32_t n_groups = int32_t(cells / l.group), spans = l.group <= 16 ? int32_t(cells / kSpanCells) : 0;
     const size_t  with  = side_layout(int32_t(heads), int32_t(dim), n_groups, spans).bytes;
@@ -82,9 +96,11 @@ inline LayerMemory layer_memory(const LayerArrays & l, bool write) {
     mem.n_cells   = int32_t(cells);
     mem.n_near    = int32_t(near);
     mem.n_spans   = has ? spans : 0;
-    mem.far_k     = static_cast<Fp4Block *>(take("far_k", l.far_k, Element::u8, {cells, heads, row}));
-    mem.far_v     = static_cast<Fp4Block *>(take("far_v", l.far_v, Element::u8, {cells, heads, row}));
+    mem.far_k     = static_cast<uint8_t *>(take("far_k", l.far_k, Element::u8, {cells, heads, row}));
+    mem.far_v     = static_cast<uint8_t *>(take("far_v", l.far_v, Element::u8, {cells, heads, row}));
     mem.side      = static_cast<uint8_t *>(take("side", l.side, Element::u8, {py::ssize_t(bytes)}));
+
+    mem.scale_group = scale_group;
     mem.near_k =
         static_cast<uint16_t *>(const_cast<void *>(require("near_k", l.near_k, Element::f16, {near, heads, dim})));
     mem.near_v =

@@ -112,7 +112,8 @@ void make_custom(ggml_tensor * t, NodeOp op, const NodeSpec & spec, std::initial
     std::memset(t->op_params, 0, sizeof(t->op_params));
     std::memcpy(reinterpret_cast<char *>(t->op_params) + sizeof(void *), &all_threads, sizeof(all_threads));
     const NodeParams p = {kNodeMagic,
-                          int16_t(op),
+                          int8_t(op),
+                          int8_t(layer.scale_group),
                           int8_t(spec.group),
                           int8_t(layer.n_spans > 0),
                           int16_t(layer.n_head_kv),

@@ -31,8 +31,9 @@ struct CacheLayer {
     LayerMode     mode       = LayerMode::dense;
     float         lookup_max = 0.0f;   // share of the groups that the layer's look-ups read at most
     bool          makes_pool = false;  // a later layer is in reindex mode and takes this one's pool
-    ggml_tensor * far_k;               // nvfp4 [gqa, n_cells], the cache's own root tensors
+    ggml_tensor * far_k;               // the cache's own root tensors, see attend_src
     ggml_tensor * far_v;
+    int32_t       scale_group = kFp4ScaleGroup;
     ggml_tensor * tier;             // i8 [tier_layout().bytes], of which the next two are parts
     ggml_tensor * side;             // i8 [side_layout().bytes]
     ggml_tensor * align = nullptr;  // f64 [4, n_head], an ops/kv_align.h Alignment a head; only where it was asked for

@@ -6,8 +6,9 @@
 //     value = m * 2^-25 when e == 0, (8 + m) * 2^(e - 26) otherwise.  Largest: 240. Codes 0xF8 .. 0xFF are never
 //     written.
 //
-// Encoding 16 channels x[0..15], all arithmetic in IEEE f32, round to nearest even, no flush to zero:
-//   1. amax = max |x[i]|. When amax == 0 the scale byte and the 8 value bytes are 0.
+// Encoding the G = 16, 32 or 64 channels x[0..G-1] of a scale, all arithmetic in IEEE f32, round to nearest even, no flush to
+// zero:
+//   1. amax = max |x[i]|. When amax == 0 the scale byte and the value bytes are 0.
 //   2. c0 = the scale code nearest to t = amax * f32(1/6), ties to the even code, at most 0xF7.
 //   3. The candidates are the scale codes clamp(c0 + k, 1, 0xF7), k taken in the order of kFp4ScaleOffsets.
 //      For each, with s its value and r = 1/s (f32 division):
@@ -15,9 +16,11 @@
 //        n[i] = how many of the thresholds .25 .75 1.25 1.75 2.5 3.5 5 are strictly below y[i]
 //               (a value halfway between two magnitudes takes the smaller)
 //        d[i] = |x[i]| - M[n[i]] * s,  M = 0 .5 1 1.5 2 3 4 6   (the product is exact: 2 by 4 significant bits)
+//      and for each 16 of them, in order, with d counted from their first,
 //        a[j] = fma(d[j+8], d[j+8], d[j] * d[j])     j = 0..7
 //        b[j] = a[j] + a[j+4]                        j = 0..3
-//        error = (b[0] + b[2]) + (b[1] + b[3])
+//        e = (b[0] + b[2]) + (b[1] + b[3])
+//      the error is the sum of the e, added in order.
 //   4. The candidate with the smallest error wins, the first of equals. Its n[i] are the magnitudes; the sign bit of
 //      nibble i is the sign bit of x[i], also when the magnitude is 0.
 //
@@ -31,12 +34,6 @@
 #include <string.h>
 
 #include "format/fp4_block.h"
-
-#if defined(__CUDACC__) || defined(__HIPCC__)
-#define KVFOLD_HOST_DEVICE __host__ __device__
-#else
-#define KVFOLD_HOST_DEVICE
-#endif
 
 namespace kvfold {
 
@@ -104,7 +101,7 @@ KVFOLD_HOST_DEVICE inline float e2m1_decode(uint32_t nibble) {
     return bits_float(float_bits(e2m1_magnitude(int(nibble & 7))) | ((nibble & 8u) << 28));
 }
 
-// --- 16 channels: the reference --------------------------------------------------------------------------------------
+// --- the channels of a scale: the reference ---------------------------------------------------------------------------
 
 KVFOLD_HOST_DEVICE inline float fp4_error_16(const float * d) {
     float a[8];
@@ -115,18 +112,17 @@ KVFOLD_HOST_DEVICE inline float fp4_error_16(const float * d) {
     return (b0 + b2) + (b1 + b3);
 }
 
-// Encodes 16 channels into one scale byte and 8 value bytes.
-KVFOLD_HOST_DEVICE inline void fp4_encode_16(const float * x, uint8_t * scale, uint8_t * quant) {
+// Encodes the channels of one scale into its byte and kScaleGroup / 2 value bytes.
+template <int kScaleGroup>
+KVFOLD_HOST_DEVICE inline void fp4_encode_group(const float * x, uint8_t * scale, uint8_t * quant) {
     float amax = 0.0f;
-    for (int i = 0; i < 16; ++i) {
+    for (int i = 0; i < kScaleGroup; ++i) {
         const float a = fabsf(x[i]);
         amax          = a > amax ? a : amax;
     }
     if (amax == 0.0f) {
         *scale = 0;
-        for (int j = 0; j < 8; ++j) {
-            quant[j] = 0;
-        }
+        memset(quant, 0, kScaleGroup / 2);
         return;
     }
     const int c0         = scale_nearest(amax * (1.0f / 6.0f));
@@ -136,14 +132,18 @@ KVFOLD_HOST_DEVICE inline void fp4_encode_16(const float * x, uint8_t * scale, u
         int code = c0 + fp4_scale_offset(k);
         code     = code < 1 ? 1 : code > kScaleMax ? kScaleMax : code;
 
-        const float s = scale_decode(uint32_t(code));
-        const float r = 1.0f / s;
-        float       d[16];
-        for (int i = 0; i < 16; ++i) {
-            const float a = fabsf(x[i]);
-            d[i]          = a - e2m1_magnitude(e2m1_index(a * r)) * s;
+        const float s     = scale_decode(uint32_t(code));
+        const float r     = 1.0f / s;
+        float       error = 0.0f;
+        for (int first = 0; first < kScaleGroup; first += 16) {
+            float d[16];
+            for (int i = 0; i < 16; ++i) {
+                const float a = fabsf(x[first + i]);
+                d[i]          = a - e2m1_magnitude(e2m1_index(a * r)) * s;
+            }
+            const float e = fp4_error_16(d);
+            error         = first == 0 ? e : error + e;
         }
-        const float error = fp4_error_16(d);
         if (k == 0 || error < best_error) {
             best_code  = code;
             best_error = error;
@@ -151,20 +151,19 @@ KVFOLD_HOST_DEVICE inline void fp4_encode_16(const float * x, uint8_t * scale, u
     }
     const float r = 1.0f / scale_decode(uint32_t(best_code));
     *scale        = uint8_t(best_code);
-    for (int j = 0; j < 8; ++j) {
-        const uint32_t lo = uint32_t(e2m1_index(fabsf(x[j]) * r)) | (float_bits(x[j]) >> 28 & 8u);
-        const uint32_t hi = uint32_t(e2m1_index(fabsf(x[j + 8]) * r)) | (float_bits(x[j + 8]) >> 28 & 8u);
-        quant[j]          = uint8_t(lo | hi << 4);
+    for (int i = 0; i < kScaleGroup / 2; ++i) {
+        const float    x_lo = x[i / 8 * 16 + i % 8], x_hi = x[i / 8 * 16 + i % 8 + 8];
+        const uint32_t lo = uint32_t(e2m1_index(fabsf(x_lo) * r)) | (float_bits(x_lo) >> 28 & 8u);
+        const uint32_t hi = uint32_t(e2m1_index(fabsf(x_hi) * r)) | (float_bits(x_hi) >> 28 & 8u);
+        quant[i]          = uint8_t(lo | hi << 4);
     }
 }
 
-// Decodes sub-block `sub` (0..3) of a block: exact products of value and scale.
-KVFOLD_HOST_DEVICE inline void fp4_decode_16(const Fp4Block & block, int sub, float * x) {
-    const float s = scale_decode(block.scale[sub]);
+// Decodes 16 channels: exact products of value and scale.
+KVFOLD_HOST_DEVICE inline void fp4_decode_16(float scale, const uint8_t * quant, float * x) {
     for (int j = 0; j < 8; ++j) {
-        const uint32_t byte = block.quant[8 * sub + j];
-        x[j]                = e2m1_decode(byte & 0xF) * s;
-        x[j + 8]            = e2m1_decode(byte >> 4) * s;
+        x[j]     = e2m1_decode(quant[j] & 0xF) * scale;
+        x[j + 8] = e2m1_decode(quant[j] >> 4) * scale;
     }
 }
 
@@ -203,9 +202,12 @@ KVFOLD_HOST_DEVICE inline uint16_t f16_encode(float x) {
 
 // --- rows (host; vector code where the build has it, same bits) ------------------------------------------------------
 
-// `n` channels, a multiple of 64.
+// `n` channels, a multiple of 64, with a scale for 16 or for `scale_group` channels.
 void fp4_encode_row(const float * x, Fp4Block * blocks, int64_t n);
 void fp4_decode_row(const Fp4Block * blocks, float * x, int64_t n);
+void fp4_encode_row(const float * x, const Fp4Row & row, int64_t n, int scale_group);
+void fp4_decode_row(const Fp4Row & row, float * x, int64_t n, int scale_group);
+void fp4_fill_row(const Fp4Row & row, uint8_t byte, int64_t n, int scale_group);  // every byte of it
 void f16_encode_row(const float * x, uint16_t * h, int64_t n);
 void f16_decode_row(const uint16_t * h, float * x, int64_t n);
 

@@ -255,8 +255,9 @@ __device__ __forceinline__ void attend_exact(const AttendParams & p, int head, i
 enum class Reads { all, listed, looked_up };
 
 // grid: x KV head, y split, z block of 8 * NB columns, or, unless everything is read, query, whose gqa columns they hold. Column c of
-// a KV head is query c / gqa, head c % gqa of the group. `look`: only for Reads::looked_up.
-template <int D, int NB, int WARPS, Reads READS>
+// a KV head is query c / gqa, head c % gqa of the group. `look`: only for Reads::looked_up. COARSE: far rows have a scale for 32 or 64
+// channels.
+template <int D, int NB, int WARPS, Reads READS, bool COARSE>
 __device__ __forceinline__ void decode_block(const AttendParams & p, const SelectParams * look) {
     using S              = DecodeShape<D, NB, WARPS>;
     constexpr int     KW = S::key_words, VW = S::value_words, MT = 4 * VW;
@@ -285,9 +286,10 @@ __device__ __forceinline__ void decode_block(const AttendParams & p, const Selec
     const int        n_sums = kDecodeTile >> p.group_shift;
     uint32_t * const keys   = shared + S::q_words + warp * (2 * kDecodeTile + n_sums) * S::far_stride;
     uint32_t *const values = keys + kDecodeTile * S::far_stride, *const sums = values + kDecodeTile * S::far_stride;
-    const FarCopy<D>   copy(lane);
-    const RowPlace<KW> key_place(t, t & 1);
-    const RowPlace<VW> value_place(r, false);
+    const FarCopy<D>    copy(lane);
+    const CoarseCopy<D> coarse{lane, p.n_head_kv, head, p.scale_shift};
+    const RowPlace<KW>  key_place(t, t & 1);
+    const RowPlace<VW>  value_place(r, false);
     // Lane i holds group i of a tile of a sparse attention.
     auto listed = [&](int tile) {
         const int at = tile * n_sums + lane;
@@ -296,16 +298,42 @@ __device__ __forceinline__ void decode_block(const AttendParams & p, const Selec
     auto gathered = [&](int tile, int entry) {
         return GatheredRows<D>{p.group_shift, entry, min(kDecodeTile, (n_listed - tile * n_sums) << p.group_shift)};
     };
+    // The cell of row j of a tile; -1: there is none.
+    auto cell_of = [&](int tile, int entry) {
+        if constexpr (SPARSE) {
+            const auto rows = gathered(tile, entry);
+            return [rows](int j) {
+                const int cell = rows.cell(j);
+                return j < rows.n ? cell : -1;
+            };
+        } else {
+            const int cell0 = tile * kDecodeTile, n = p.n_kv - cell0;
+            return [cell0, n](int j) { return j < n ? cell0 + j : -1; };
+        }
+    };
+    auto arrived = [&](uint32_t * rows, int tile, int entry) {
+        copy_wait<1>();
+        if constexpr (COARSE) {
+            coarse.template spread<kDecodeTile>(rows, cell_of(tile, entry));
+        }
+    };
     auto request_keys = [&](int tile, int entry) {
         if (tile >= 0) {
+            if constexpr (COARSE) {
+                coarse.template copy<kDecodeTile>(keys, p.far_k, p.far_k_scales, cell_of(tile, entry));
+            }
             if constexpr (SPARSE) {
                 const auto rows = gathered(tile, entry);
-                rows.template copy<kDecodeTile>(copy, keys, p.far_k + in_row, row1);
+                if constexpr (!COARSE) {
+                    rows.template copy<kDecodeTile>(copy, keys, p.far_k + in_row, row1);
+                }
                 rows.copy_summaries(copy, sums, p.summary + in_row, row1, n_sums);
             } else {
                 const int64_t cell0 = int64_t(tile) * kDecodeTile;
                 const int     n     = p.n_kv - int(cell0);
-                copy.template copy<kDecodeTile>(keys, p.far_k + cell0 * row1 + in_row, row1, n);
+                if constexpr (!COARSE) {
+                    copy.template copy<kDecodeTile>(keys, p.far_k + cell0 * row1 + in_row, row1, n);
+                }
                 const int        n_used = min(n_sums, (n + (1 << p.group_shift) - 1) >> p.group_shift);
                 const uint32_t * from   = p.summary + (cell0 >> p.group_shift) * row1 + in_row;
                 copy.template copy<8>(sums, from, row1, n_used);
@@ -318,7 +346,9 @@ __device__ __forceinline__ void decode_block(const AttendParams & p, const Selec
     };
     auto request_values = [&](int tile, int entry) {
         if (tile >= 0) {
-            if constexpr (SPARSE) {
+            if constexpr (COARSE) {
+                coarse.template copy<kDecodeTile>(values, p.far_v, p.far_v_scales, cell_of(tile, entry));
+            } else if constexpr (SPARSE) {
                 gathered(tile, entry).template copy<kDecodeTile>(copy, values, p.far_v + in_row, row1);
             } else {
                 const int64_t cell0 = int64_t(tile) * kDecodeTile;
@@ -454,7 +484,7 @@ __device__ __forceinline__ void decode_block(const AttendParams & p, const Selec
         }
 
         float s[2][NB][4] = {}, sg[NB][4] = {}, sg_upper[NB][4] = {};
-        copy_wait<1>();
+        arrived(keys, tile, entry);
         tile_scores<D, NB>(s, sg, keys + r * S::far_stride, sums + min(r, n_sums - 1) * S::far_stride, key_place, q);
         if (n_sums > 8) {
             summary_scores<D, NB>(sg_upper, sums + (8 + r) * S::far_stride, key_place, q);
@@ -502,7 +532,7 @@ __device__ __forceinline__ void decode_block(const AttendParams & p, const Selec
         uint32_t b[2][NB][2];
         weigh<NB>(sm, s[0], b[0]);
         weigh<NB>(sm, s[1], b[1]);
-        copy_wait<1>();
+        arrived(values, tile, entry);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             add_values<D, NB>(o, values + 16 * i * S::far_stride, others >> (16 * i), t, value_place, b[i]);
@@ -669,17 +699,17 @@ __device__ __forceinline__ void decode_block(const AttendParams & p, const Selec
     }
 }
 
-template <int D, int NB, int WARPS, bool SPARSE>
+template <int D, int NB, int WARPS, bool SPARSE, bool COARSE>
 __global__ void __launch_bounds__(DecodeShape<D, NB, WARPS>::threads, 1)
     attend_decode(const __grid_constant__ AttendParams p) {
-    decode_block<D, NB, WARPS, SPARSE ? Reads::listed : Reads::all>(p, nullptr);
+    decode_block<D, NB, WARPS, SPARSE ? Reads::listed : Reads::all, COARSE>(p, nullptr);
 }
 
 // Look-up and attention; all blocks must be at work together, and merge in the kernel.
 template <int D, int NB, int WARPS>
 __global__ void __launch_bounds__(DecodeShape<D, NB, WARPS>::threads, 1)
     attend_looked_up(const __grid_constant__ AttendParams p, const __grid_constant__ SelectParams look) {
-    decode_block<D, NB, WARPS, Reads::looked_up>(p, &look);
+    decode_block<D, NB, WARPS, Reads::looked_up, false>(p, &look);
 }
 
 }  // namespace device

@@ -61,6 +61,9 @@ inline device::AttendParams attend_params(const AttendArgs & a) {
     p.q_scale        = a.scale;
     p.score_scale    = a.softcap == 0.0f ? device::kLog2E : 1.0f;
     p.softcap        = a.softcap;
+    p.scale_shift    = log2_of(a.mem.scale_group);
+    p.far_k_scales   = a.mem.far_k + far_scales_offset(a.mem);
+    p.far_v_scales   = a.mem.far_v + far_scales_offset(a.mem);
     return p;
 }
 

@@ -65,6 +65,11 @@ struct AttendParams {
     float            q_scale;       // applied to queries when they become f16
     float            score_scale;   // applied to q . k afterwards; the result is in base-2 units unless soft-capped
     float            softcap;       // 0: none
+
+    // log2 of the channels a scale of far rows. Unless that is kFineShift, far_k and far_v are the values only.
+    int32_t         scale_shift;
+    const uint8_t * far_k_scales;
+    const uint8_t * far_v_scales;
 };
 
 // Query of a column of a KV head.

@@ -12,9 +12,11 @@
 namespace kvfold {
 namespace device {
 
-template <int D_, int BC_, int WARPS_>
+// COARSE: far rows have a scale for 32 or 64 channels.
+template <int D_, int BC_, int WARPS_, bool COARSE_>
 struct PrefillShape {
     static constexpr int  D = D_, BC = BC_, WARPS = WARPS_;
+    static constexpr bool COARSE = COARSE_;
     static constexpr int  rows = 16 * WARPS, threads = 32 * WARPS;
     static constexpr int  stride       = D + 8;  // halves of a shared row; the padding spreads rows over banks
     static constexpr int  stages       = D == 256 ? 1 : 2;
@@ -40,7 +42,7 @@ __device__ __forceinline__ void load_matrices(uint32_t (&x)[4], const half * row
 
 // One thread's part in bringing tiles of BC cells to shared memory: one word of some neighbouring rows, keys and values. THREADS
 // of them share a tile.
-template <int D, int BC, int THREADS>
+template <int D, int BC, int THREADS, bool COARSE>
 struct TileLoader {
     static constexpr int words     = D / 8;                 // of a row
     static constexpr int cells     = BC * words / THREADS;  // of a thread
@@ -68,13 +70,22 @@ struct TileLoader {
         const int cell0 = tile * BC + cell_first;
 #pragma unroll
         for (int i = 0; i < cells; ++i) {
-            const int        cell = min(cell0 + i, p.n_kv - 1);
-            const uint32_t * k    = p.far_k + size_t(cell) * row_step + in_row;
-            const uint32_t * v    = p.far_v + size_t(cell) * row_step + in_row;
-            key_scale[i]          = load_word(k);
-            key[i]                = load_word(k + value_at);
-            value_scale[i]        = load_word(v);
-            value[i]              = load_word(v + value_at);
+            const int cell = min(cell0 + i, p.n_kv - 1);
+            if constexpr (COARSE) {
+                const size_t at    = size_t(cell) * p.n_head_kv + head;
+                const size_t scale = at * (D >> p.scale_shift) + (word >> (p.scale_shift - 3));
+                key_scale[i]       = load_byte(p.far_k_scales + scale);
+                key[i]             = load_word(p.far_k + at * words + word);
+                value_scale[i]     = load_byte(p.far_v_scales + scale);
+                value[i]           = load_word(p.far_v + at * words + word);
+            } else {
+                const uint32_t * k = p.far_k + size_t(cell) * row_step + in_row;
+                const uint32_t * v = p.far_v + size_t(cell) * row_step + in_row;
+                key_scale[i]       = load_word(k);
+                key[i]             = load_word(k + value_at);
+                value_scale[i]     = load_word(v);
+                value[i]           = load_word(v + value_at);
+            }
             if (i % 2 == 0) {
                 const uint32_t * g = p.summary + size_t(cell >> p.group_shift) * row_step + in_row;
                 sum_scale[i / 2]   = load_word(g);
@@ -89,10 +100,10 @@ struct TileLoader {
     __device__ __forceinline__ void decode(int tile, bool exact, const Store & store) const {
 #pragma unroll
         for (int i = 0; i < cells; ++i) {
-            const Pairs s = decode_word(sum[i / 2], scale_pair(sum_scale[i / 2], scale_select));
-            const Pairs k = decode_word(key[i], scale_pair(key_scale[i], scale_select));
-            store(cell_first + i, word, add_pairs(s, k),
-                  decode_word(value[i], scale_pair(value_scale[i], scale_select)));
+            const uint32_t select = COARSE ? 0x4440u : scale_select;
+            const Pairs    s      = decode_word(sum[i / 2], scale_pair(sum_scale[i / 2], scale_select));
+            const Pairs    k      = decode_word(key[i], scale_pair(key_scale[i], select));
+            store(cell_first + i, word, add_pairs(s, k), decode_word(value[i], scale_pair(value_scale[i], select)));
         }
         if (exact) {
 #pragma unroll 1
@@ -133,7 +144,7 @@ __global__ void __launch_bounds__(S::threads, 1) attend_prefill(const __grid_con
         }
     });
 
-    TileLoader<D, BC, S::threads> loader(p, head, threadIdx.x);
+    TileLoader<D, BC, S::threads, S::COARSE> loader(p, head, threadIdx.x);
 
     auto decode = [&](int which, int stage) {
         half * keys = shared_rows + stage * 2 * S::tile_halves;

@@ -35,6 +35,8 @@ struct TileFeed {
     int                  first;  // of the tile's cells, this warp's
     uint32_t *           raw;    // this warp's buffers
 
+    __device__ __forceinline__ CoarseCopy<D> coarse() const { return {lane, p.n_head_kv, head, p.scale_shift}; }
+
     // Starts copying a tile to buffer `slot`.
     __device__ __forceinline__ void request(int tile, int slot) const {
         const FarCopy<D> copy(lane);
@@ -43,8 +45,14 @@ struct TileFeed {
         if (n > 0) {
             const size_t at    = size_t(cell0) * step + head * row_words;
             const int    group = cell0 >> p.group_shift, n_groups = max(S::cells >> p.group_shift, 1);
-            copy.template copy<S::cells>(to, p.far_k + at, step, n);
-            copy.template copy<S::cells>(to + S::cells * stride, p.far_v + at, step, n);
+            if constexpr (S::COARSE) {
+                const auto cell_of = [cell0, n](int j) { return j < n ? cell0 + j : -1; };
+                coarse().template copy<S::cells>(to, p.far_k, p.far_k_scales, cell_of);
+                coarse().template copy<S::cells>(to + S::cells * stride, p.far_v, p.far_v_scales, cell_of);
+            } else {
+                copy.template copy<S::cells>(to, p.far_k + at, step, n);
+                copy.template copy<S::cells>(to + S::cells * stride, p.far_v + at, step, n);
+            }
             copy.template copy<S::cells / 2>(to + 2 * S::cells * stride,
                                              p.summary + size_t(group) * step + head * row_words, step,
                                              min(n_groups, ((p.n_kv - 1) >> p.group_shift) - group + 1));
@@ -66,8 +74,13 @@ struct TileFeed {
 #pragma unroll
             for (int c = i; c < i + 2; ++c) {
                 const uint32_t *k = from + (mine + c) * stride, *v = k + S::cells * stride;
-                store(keys, at + c, word, add_pairs(s, decode_word(k[value_at], scale_pair(k[block], select))),
-                      decode_word(v[value_at], scale_pair(v[block], select)));
+                // as copied: all scales are in the first word, a few bytes from its beginning
+                const int      scales = S::COARSE ? 0 : block;
+                const uint32_t row_select =
+                    S::COARSE ? 0x4440u + coarse().first_byte(tile * S::BC + at + c) + (word >> (p.scale_shift - 3))
+                              : select;
+                store(keys, at + c, word, add_pairs(s, decode_word(k[value_at], scale_pair(k[scales], row_select))),
+                      decode_word(v[value_at], scale_pair(v[scales], row_select)));
             }
         }
         if (exact) {
@@ -225,9 +238,9 @@ __global__ void __launch_bounds__(S::threads, 1) attend_prefill_wgmma(const __gr
 #endif
 }
 
-template <int D>
+template <int D, bool COARSE>
 void launch(const AttendParams & p, int n_blocks, cudaStream_t stream) {
-    using S           = WgmmaShape<D>;
+    using S           = WgmmaShape<D, COARSE>;
     const auto kernel = attend_prefill_wgmma<S>;
     // of the current device, hence every time; a failure shows in the launch
     (void) cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, S::shared_bytes);
@@ -237,7 +250,11 @@ void launch(const AttendParams & p, int n_blocks, cudaStream_t stream) {
 }  // namespace
 
 void launch_prefill_wgmma(const AttendParams & p, int head_dim, int n_blocks, cudaStream_t stream) {
-    head_dim == 128 ? launch<128>(p, n_blocks, stream) : launch<64>(p, n_blocks, stream);
+    if (p.scale_shift == kFineShift) {
+        head_dim == 128 ? launch<128, false>(p, n_blocks, stream) : launch<64, false>(p, n_blocks, stream);
+    } else {
+        head_dim == 128 ? launch<128, true>(p, n_blocks, stream) : launch<64, true>(p, n_blocks, stream);
+    }
 }
 
 }  // namespace device

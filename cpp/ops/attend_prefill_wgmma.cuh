@@ -11,12 +11,14 @@
 namespace kvfold {
 namespace device {
 
-template <int D_>
+// COARSE: far rows have a scale for 32 or 64 channels.
+template <int D_, bool COARSE_>
 struct WgmmaShape {
-    static constexpr int D = D_, BC = 64, rows = 128;
-    static constexpr int loaders = 256, loader_warps = loaders / 32,
-                         threads          = loaders + 2 * rows;   // a warp for 16 rows
-    static constexpr int loader_registers = 72, registers = 184;  // a thread; all begin with 128
+    static constexpr bool COARSE = COARSE_;
+    static constexpr int  D = D_, BC = 64, rows = 128;
+    static constexpr int  loaders = 256, loader_warps = loaders / 32,
+                          threads          = loaders + 2 * rows;   // a warp for 16 rows
+    static constexpr int  loader_registers = 72, registers = 184;  // a thread; all begin with 128
     static_assert(loaders * loader_registers + 2 * rows * registers <= 65536);
 
     static constexpr int stages      = 3;  // of the ring

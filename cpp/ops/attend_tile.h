@@ -9,9 +9,8 @@
 #include <algorithm>
 #include <limits>
 
-#include "ops/kv_ops.h"
+#include "ops/far_rows.h"
 #include "ops/scratch_plan.h"
-#include "ops/simd.h"
 
 namespace kvfold {
 namespace {
@@ -111,22 +110,11 @@ inline void product(int32_t rows, const float * a, int64_t a_stride, const float
 
 // --- rows ------------------------------------------------------------------------------------------------------------
 
-// A row of a tile, 16 channels at a time: what is asked for by index, the rest decides the compiler.
+// An exact row (far ones: far_rows.h), 16 channels at a time: what is asked for by index, the rest decides the compiler.
 template <typename Element>
 struct ExactRow {
     const Element * from;
     V16             operator()(int i) const { return load_16(from + 16 * i); }
-};
-
-struct FarRow {
-    const Fp4Block * from;
-    V16 operator()(int i) const { return decode_16(from[i / 4].scale[i % 4], from[i / 4].quant + i % 4 * 8); }
-};
-
-struct FarKey {
-    const Fp4Block * from;
-    const float *    summary;
-    V16              operator()(int i) const { return add_16(load_16(summary + 16 * i), FarRow{from}(i)); }
 };
 
 struct ZeroRow {
@@ -149,25 +137,6 @@ inline bool is_finite(const Row & row) {
     return finite;
 }
 
-// Channels 16 i .. 16 i + 15 go to `to` + i * stride.
-template <int DIM, typename Row>
-inline void write_row(const Row & row, float * to, int64_t stride) {
-#pragma GCC unroll 16
-    for (int i = 0; i < DIM / 16; ++i) {
-        store_16(to + i * stride, row(i));
-    }
-}
-
-// Rows of one KV head lie n_head_kv rows apart, which hardware does not foresee.
-inline void prefetch_row(const Fp4Block * row, int64_t blocks) {
-    const char *  p     = reinterpret_cast<const char *>(row);
-    const int64_t bytes = blocks * int64_t(sizeof(Fp4Block));
-    for (int64_t at = 0; at < bytes; at += int64_t(kLine)) {
-        __builtin_prefetch(p + at);
-    }
-    __builtin_prefetch(p + bytes - 1);
-}
-
 // Decodes a tile into `keys` and `values`.
 template <int DIM, typename Reader>
 void load_tile(Reader & reader, const TileMemory & tile) {
@@ -188,7 +157,7 @@ constexpr int kDirectRows = 4;
 
 // Scores of ROWS rows straight from the rows of a tile; the values go to `values` as usual.
 template <int DIM, int ROWS, typename Reader>
-void score_directly(Reader & reader, const TileMemory & tile, const float * q) {
+[[gnu::always_inline]] inline void score_directly(Reader & reader, const TileMemory & tile, const float * q) {
     for (int32_t c0 = 0; c0 < kTile; c0 += 4) {
         V16 part[ROWS][4];
         reader.read(c0, 4, [&tile, &part, q, c0](int32_t c, const auto & key, const auto & value) {

@@ -112,6 +112,69 @@ struct GatheredRows {
     }
 };
 
+// Far rows with a scale for 32 or 64 channels lie in two places, values and scales (LayerMemory::far_k). In shared memory they get
+// the form of all others: a warp copies the words of values one by one to where a row of blocks has them, and a word with a row's
+// scales to the first block (where there are eight scales, two words to the first two); when they have arrived, spread() gives each
+// block its four. Rows are what cell_of(row) says, -1 being none; every lane asks for another one, and all lanes ask.
+template <int D>
+struct CoarseCopy {
+    static constexpr int words = D / 8;       // of the values of a row
+    static constexpr int rows  = 32 / words;  // at a time
+
+    int lane;
+    int n_head_kv;
+    int head;
+    int scale_shift;  // log2 of the channels a scale
+
+    __device__ __forceinline__ int n_scales() const { return D >> scale_shift; }
+    // Of the row's scales in the word that begins with them or holds them.
+    __device__ __forceinline__ uint32_t first_byte(int cell) const {
+        return (uint32_t(cell) * n_head_kv + head) * n_scales() & 3u;
+    }
+
+    // ROWS rows at most.
+    template <int ROWS, class CellOf>
+    __device__ __forceinline__ void copy(uint32_t * to, const uint32_t * values, const uint8_t * scales,
+                                         const CellOf & cell_of) const {
+        constexpr int stride = FarRows<D>::stride;
+        const int     row = lane / words, word = lane % words;
+        uint32_t *    at = to + row * stride + word / 8 * kBlockWords + 1 + word % 8;
+#pragma unroll 4
+        for (int i = 0; i < ROWS; i += rows) {
+            const int cell = cell_of(i + row);
+            if (cell >= 0) {
+                copy_async<1>(at + i * stride, values + (int64_t(cell) * n_head_kv + head) * words + word);
+            }
+        }
+        const int cell = cell_of(lane % ROWS);
+        if (lane < ROWS && cell >= 0) {
+            const int64_t    first = (int64_t(cell) * n_head_kv + head) * n_scales();
+            const uint32_t * from  = reinterpret_cast<const uint32_t *>(scales) + first / 4;
+            copy_async<1>(to + lane * stride, from);
+            if (D == 256 && n_scales() > 4) {
+                copy_async<1>(to + lane * stride + kBlockWords, from + 1);
+            }
+        }
+    }
+
+    // Of ROWS rows whose copies have arrived.
+    template <int ROWS, class CellOf>
+    __device__ __forceinline__ void spread(uint32_t * to, const CellOf & cell_of) const {
+        const int cell = cell_of(lane % ROWS);
+        if (lane < ROWS) {
+            uint32_t *     row = to + lane * FarRows<D>::stride;
+            const uint32_t x = row[0], y = D == 256 ? row[kBlockWords] : x;
+            const bool     half = scale_shift == 5;  // two scales a block
+#pragma unroll
+            for (int block = 0; block < D / kFp4BlockValues; ++block) {
+                const uint32_t byte      = first_byte(cell) + (half ? 2 * block : block);
+                row[block * kBlockWords] = __byte_perm(x, y, 0x1111u * byte + (half ? 0x1100u : 0u));
+            }
+        }
+        __syncwarp();
+    }
+};
+
 // Where a thread's share of a row is, for a thread that is the `part`-th of those which share it: two halves.
 template <int W>
 struct RowPlace {

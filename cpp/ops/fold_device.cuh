@@ -58,33 +58,39 @@ static_assert(candidate_offset(0) == fp4_scale_offset(0) && candidate_offset(1) 
                   candidate_offset(6) == fp4_scale_offset(6) && candidate_offset(7) == fp4_scale_offset(7),
               "must follow the codec");
 
-// kFoldLanes neighbouring threads, lane 0..7 each, encode the same 16 channels x. Returns the scale byte (in all of them) and
-// in `byte` value byte number `lane`.
-__device__ __forceinline__ uint32_t encode_16(const float * x, int lane, uint32_t & byte) {
-    float    a[16];
+// kFoldLanes neighbouring threads, lane 0..7 each, encode the same 16 * PIECES channels x, which share a scale. Returns the scale
+// byte (in all of them) and in `byte` value byte number `lane` of every 16 channels.
+template <int PIECES>
+__device__ __forceinline__ uint32_t encode_scaled(const float * x, int lane, uint32_t (&byte)[PIECES]) {
     uint32_t top = 0;  // of non-negative floats the greatest has the greatest bits
 #pragma unroll
-    for (int i = 0; i < 16; ++i) {
-        a[i] = fabsf(x[i]);
-        top  = max(top, __float_as_uint(a[i]));
+    for (int i = 0; i < 16 * PIECES; ++i) {
+        top = max(top, __float_as_uint(fabsf(x[i])));
     }
     const int   c0   = scale_nearest(mul_ieee(__uint_as_float(top), 1.0f / 6.0f));
     const int   code = min(max(c0 + candidate_offset(lane), 1), kScaleMax);
     const float s = scale_decode(uint32_t(code)), r = __fdiv_rn(1.0f, s);
-    float       d[16];
+    float       sum = 0.0f;
 #pragma unroll
-    for (int i = 0; i < 16; ++i) {
-        d[i] = fma_ieee(-magnitude(e2m1_index(mul_ieee(a[i], r))), s, a[i]);  // the product is exact
-    }
-    float e[8];
+    for (int piece = 0; piece < PIECES; ++piece) {
+        float d[16];
 #pragma unroll
-    for (int j = 0; j < 8; ++j) {
-        e[j] = fma_ieee(d[j + 8], d[j + 8], mul_ieee(d[j], d[j]));
+        for (int i = 0; i < 16; ++i) {
+            const float a = fabsf(x[16 * piece + i]);
+            d[i]          = fma_ieee(-magnitude(e2m1_index(mul_ieee(a, r))), s, a);  // the product is exact
+        }
+        float e[8];
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+            e[j] = fma_ieee(d[j + 8], d[j + 8], mul_ieee(d[j], d[j]));
+        }
+        const float b0 = add_ieee(e[0], e[4]), b1 = add_ieee(e[1], e[5]), b2 = add_ieee(e[2], e[6]),
+                    b3   = add_ieee(e[3], e[7]);
+        const float mine = add_ieee(add_ieee(b0, b2), add_ieee(b1, b3));
+        sum              = piece == 0 ? mine : add_ieee(sum, mine);
     }
-    const float b0 = add_ieee(e[0], e[4]), b1 = add_ieee(e[1], e[5]), b2 = add_ieee(e[2], e[6]),
-                b3    = add_ieee(e[3], e[7]);
-    uint32_t    error = __float_as_uint(add_ieee(add_ieee(b0, b2), add_ieee(b1, b3)));
-    uint32_t    best  = uint32_t(lane) << 8 | uint32_t(code);  // the first of equals wins
+    uint32_t error = __float_as_uint(sum);
+    uint32_t best  = uint32_t(lane) << 8 | uint32_t(code);  // the first of equals wins
 #pragma unroll
     for (int step = 1; step < kFoldLanes; step <<= 1) {
         const uint32_t other_error = __shfl_xor_sync(~0u, error, step), other = __shfl_xor_sync(~0u, best, step);
@@ -93,23 +99,25 @@ __device__ __forceinline__ uint32_t encode_16(const float * x, int lane, uint32_
             best  = other;
         }
     }
-    if (top == 0) {
-        byte = 0;
-        return 0;
-    }
     const uint32_t chosen  = best & 0xFFu;
     const float    inverse = __fdiv_rn(1.0f, scale_decode(chosen));
-    const float    lo = x[lane], hi = x[lane + 8];
-    byte = uint32_t(e2m1_index(mul_ieee(fabsf(lo), inverse))) | (__float_as_uint(lo) >> 28 & 8u) |
-           (uint32_t(e2m1_index(mul_ieee(fabsf(hi), inverse))) | (__float_as_uint(hi) >> 28 & 8u)) << 4;
-    return chosen;
+#pragma unroll
+    for (int piece = 0; piece < PIECES; ++piece) {
+        const float lo = x[16 * piece + lane], hi = x[16 * piece + lane + 8];
+        byte[piece] = uint32_t(e2m1_index(mul_ieee(fabsf(lo), inverse))) | (__float_as_uint(lo) >> 28 & 8u) |
+                      (uint32_t(e2m1_index(mul_ieee(fabsf(hi), inverse))) | (__float_as_uint(hi) >> 28 & 8u)) << 4;
+        byte[piece] = top == 0 ? 0 : byte[piece];
+    }
+    return top == 0 ? 0 : chosen;
 }
 
-__device__ __forceinline__ float decode_channel(const Fp4Block * row, int d) {
-    const Fp4Block & block = row[d / kFp4BlockValues];
-    const int        c = d % kFp4BlockValues, sub = c / kFp4ScaleGroup, i = c % kFp4ScaleGroup;
-    const uint32_t   byte = block.quant[8 * sub + (i & 7)];
-    return e2m1_decode(i < 8 ? byte & 0xFu : byte >> 4) * scale_decode(block.scale[sub]);
+// Channel d of a row with a scale for so many channels.
+template <int SCALE_GROUP>
+__device__ __forceinline__ float decode_channel(const Fp4Row & row, int d) {
+    const int      block = d / kFp4BlockValues, c = d % kFp4BlockValues, i = c % 16;
+    const uint32_t byte = row.quant[block * row.quant_step + c / 16 * 8 + (i & 7)];
+    return e2m1_decode(i < 8 ? byte & 0xFu : byte >> 4) *
+           scale_decode(row.scale[block * row.scale_step + c / SCALE_GROUP]);
 }
 
 // The micro-batch's rows of one head, keys or values, rotated: row r at `rows` + r * `stride`.
@@ -119,7 +127,8 @@ struct HeadRows {
 };
 
 // Folds the keys or the values of one planned group of one head. `entry` is a plan entry in device memory. All threads of the
-// block call; the block has kFoldThreads threads.
+// block call; the block has kFoldThreads threads. PIECES: of 16 channels that share a scale of a far row.
+template <int PIECES>
 __device__ __forceinline__ void fold_group(const FoldParams & p, const HeadRows & current, const int32_t * entry,
                                            int head, FoldPart part, float * shared) {
     const LayerMemory & mem = p.mem;
@@ -131,9 +140,17 @@ __device__ __forceinline__ void fold_group(const FoldParams & p, const HeadRows 
     if (group < 0) {
         return;
     }
-    Fp4Block * far       = (keys ? mem.far_k : mem.far_v) + (int64_t(group) * m * mem.n_head_kv + head) * blocks;
-    Fp4Block * summary   = reinterpret_cast<Fp4Block *>(mem.side) + (int64_t(group) * mem.n_head_kv + head) * blocks;
-    const int  cell_step = mem.n_head_kv * blocks;
+    constexpr int scale_group = 16 * PIECES;
+    Fp4Block *    summary = reinterpret_cast<Fp4Block *>(mem.side) + (int64_t(group) * mem.n_head_kv + head) * blocks;
+    const Fp4Row  sum_row{summary->scale, summary->quant, sizeof(Fp4Block), sizeof(Fp4Block)};
+    const Fp4Row  far = far_row(keys ? mem.far_k : mem.far_v, mem, int64_t(group) * m, head);
+    // from the row of a cell to that of the next
+    constexpr int block_bytes = sizeof(Fp4Block);
+    const int     scale_cell  = mem.n_head_kv * (PIECES == 1 ? blocks * block_bytes : dim / scale_group);
+    const int     quant_cell  = mem.n_head_kv * (PIECES == 1 ? blocks * block_bytes : dim / 2);
+    const auto    row         = [&](int j) {
+        return Fp4Row{far.scale + j * scale_cell, far.quant + j * quant_cell, far.scale_step, far.quant_step};
+    };
 
     int present = 0;
     for (int j = 0; j < m; ++j) {
@@ -151,9 +168,9 @@ __device__ __forceinline__ void fold_group(const FoldParams & p, const HeadRows 
         } else if (src <= kSrcCurrentBase) {
             x = current.rows[(kSrcCurrentBase - src) * current.stride + d];
         } else if (src == kSrcFar) {
-            x = decode_channel(far + j * cell_step, d);
+            x = decode_channel<scale_group>(row(j), d);
             if (keys) {
-                x = add_ieee(x, decode_channel(summary, d));
+                x = add_ieee(x, decode_channel<kFp4ScaleGroup>(sum_row, d));
             }
         }
         rows[i] = x;
@@ -200,18 +217,18 @@ __device__ __forceinline__ void fold_group(const FoldParams & p, const HeadRows 
         // the summary replaces the mean by what it decodes to
         for (int sub = team; sub < (dim / kFp4ScaleGroup + teams - 1) / teams * teams; sub += teams) {
             const bool real = sub < dim / kFp4ScaleGroup;  // shuffles want whole warps: others read what nobody writes
-            uint32_t   byte;
-            const uint32_t scale = encode_16(real ? mean + sub * kFp4ScaleGroup : rows, lane, byte);
+            uint32_t   byte[1];
+            const uint32_t scale = encode_scaled<1>(real ? mean + sub * kFp4ScaleGroup : rows, lane, byte);
             __syncwarp();
             if (real) {
                 Fp4Block & to                  = summary[sub / 4];
-                to.quant[8 * (sub % 4) + lane] = uint8_t(byte);
+                to.quant[8 * (sub % 4) + lane] = uint8_t(byte[0]);
                 if (lane == 0) {
                     to.scale[sub % 4] = uint8_t(scale);
                 }
             }
             const float s  = scale_decode(scale);
-            const float lo = e2m1_decode(byte & 0xFu) * s, hi = e2m1_decode(byte >> 4) * s;
+            const float lo = e2m1_decode(byte[0] & 0xFu) * s, hi = e2m1_decode(byte[0] >> 4) * s;
             if (real) {
                 rows[m * dim + sub * kFp4ScaleGroup + lane]     = lo;
                 rows[m * dim + sub * kFp4ScaleGroup + lane + 8] = hi;
@@ -224,18 +241,22 @@ __device__ __forceinline__ void fold_group(const FoldParams & p, const HeadRows 
         __syncthreads();
     }
 
-    const int subs = dim / kFp4ScaleGroup, items = m * subs;
+    const int scales = dim / scale_group, items = m * scales;
     for (int item = team; item < (items + teams - 1) / teams * teams; item += teams) {
         const bool     real = item < items;
-        const int      j = real ? item / subs : 0, sub = real ? item % subs : 0;
-        uint32_t       byte;
-        const uint32_t scale = encode_16(rows + j * dim + sub * kFp4ScaleGroup, lane, byte);
+        const int      j = real ? item / scales : 0, first = real ? item % scales * scale_group : 0;
+        uint32_t       byte[PIECES];
+        const uint32_t scale = encode_scaled<PIECES>(rows + j * dim + first, lane, byte);
         if (real) {
-            const bool absent              = entry[1 + j] == kSrcHidden;
-            Fp4Block & to                  = far[j * cell_step + sub / 4];
-            to.quant[8 * (sub % 4) + lane] = absent ? 0 : uint8_t(byte);
+            const bool   absent = entry[1 + j] == kSrcHidden;
+            const int    block = first / kFp4BlockValues, in_block = first % kFp4BlockValues;
+            const Fp4Row to = row(j);
+#pragma unroll
+            for (int i = 0; i < PIECES; ++i) {
+                to.quant[block * to.quant_step + in_block / 2 + 8 * i + lane] = absent ? 0 : uint8_t(byte[i]);
+            }
             if (lane == 0) {
-                to.scale[sub % 4] = absent ? 0 : uint8_t(scale);
+                to.scale[block * to.scale_step + in_block / scale_group] = absent ? 0 : uint8_t(scale);
             }
         }
     }

@@ -19,10 +19,18 @@ namespace device {
 constexpr float kFp4Unit    = 0x1p-6f;  // what a decoded half carries
 constexpr float kFp4Inverse = 0x1p+6f;
 constexpr int   kBlockWords = sizeof(Fp4Block) / 4;  // one word of scales, eight of values
+constexpr int   kFineShift  = 4;                     // log2 of the channels a scale has there
+static_assert(1 << kFineShift == kFp4ScaleGroup);
 
 __device__ __forceinline__ uint32_t load_word(const uint32_t * p) {
     uint32_t r;
     asm volatile("ld.global.nc.b32 %0, [%1];" : "=r"(r) : "l"(p));
+    return r;
+}
+
+__device__ __forceinline__ uint32_t load_byte(const uint8_t * p) {
+    uint32_t r;
+    asm volatile("ld.global.nc.u8 %0, [%1];" : "=r"(r) : "l"(p));
     return r;
 }
 

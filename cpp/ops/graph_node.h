@@ -37,9 +37,10 @@ enum class NodeOp : int32_t {
 constexpr int kNodeSlot = 5;
 struct NodeParams {
     int32_t magic;
-    int16_t op;     // NodeOp
-    int8_t  group;  // cells a group
-    int8_t  spans;  // whether the layer keeps summaries of spans
+    int8_t  op;           // NodeOp
+    int8_t  scale_group;  // LayerMemory::scale_group
+    int8_t  group;        // cells a group
+    int8_t  spans;        // whether the layer keeps summaries of spans
     int16_t n_head_kv;
     int16_t head_dim;
     int32_t n_cells;  // of the layer
@@ -139,8 +140,8 @@ constexpr PlanLayout plan_layout(int64_t n_words, int64_t n_near, int64_t n_toke
 namespace attend_src {
 enum : int {
     q,          // f32  [head_dim, n_tokens, n_head], any strides with unit stride in dimension 0
-    far_k,      // nvfp4 [gqa, n_cells]
-    far_v,      // nvfp4 [gqa, n_cells]
+    far_k,      // nvfp4 [gqa, n_cells], or with another scale group than 16 i8 [bytes of gqa channels, n_cells]
+    far_v,      // likewise
     tier,       // TierLayout
     k_cur,      // f32  [gqa, n_tokens], rows nb[1] apart
     v_cur,      // f32  [gqa, n_tokens]

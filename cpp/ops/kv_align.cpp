@@ -68,9 +68,8 @@ class HeadAlignment {
 
   private:
     void far_cells() {
-        const LayerMemory & mem    = a_.mem;
-        const int64_t       blocks = dim_ / kFp4BlockValues;
-        const int32_t       n      = (a_.n_kv + mem.group - 1) / mem.group;
+        const LayerMemory & mem = a_.mem;
+        const int32_t       n   = (a_.n_kv + mem.group - 1) / mem.group;
         std::vector<float>  summary(static_cast<size_t>(dim_)), key(static_cast<size_t>(dim_));
         std::vector<char>   listed(size_t(a_.n_q) * size_t(n));
         for (int32_t i = 0; i < a_.n_q; ++i) {
@@ -88,11 +87,9 @@ class HeadAlignment {
             const int32_t group = cell / mem.group;
             if (group != decoded) {
                 decoded = group;
-                fp4_decode_row(reinterpret_cast<const Fp4Block *>(mem.side) +
-                                   (int64_t(group) * mem.n_head_kv + head_) * blocks,
-                               summary.data(), dim_);
+                fp4_decode_row(group_summary(mem, group, head_), summary.data(), dim_);
             }
-            fp4_decode_row(mem.far_k + (int64_t(cell) * mem.n_head_kv + head_) * blocks, key.data(), dim_);
+            fp4_decode_row(far_row(mem.far_k, mem, cell, head_), key.data(), dim_, mem.scale_group);
             for (size_t d = 0; d < key.size(); ++d) {
                 key[d] += summary[d];
             }

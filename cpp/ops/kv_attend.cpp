@@ -163,21 +163,22 @@ View look(const Task & t, int32_t tile) {
 }
 
 // Finds the key and value rows of cells c0 .. c0 + n - 1 of a tile, and calls use(c, key, value) with each pair.
-template <int DIM>
+template <int DIM, typename Rows>
 struct TileReader {
     static constexpr int64_t blocks = DIM / kFp4BlockValues;
     static constexpr int64_t ahead  = 8;  // cells to prefetch before they are needed
 
     const Task & t;
     const View & view;
+    const Rows   rows;
     int64_t      first;  // cell
     int64_t      head;
     int          group_shift;
     int64_t      group  = -1;    // whose summary is decoded
     bool         finite = true;  // no value read so far is Inf or NaN
 
-    TileReader(const Task & task, const View & v, int32_t tile, int32_t kv_head)
-        : t(task), view(v), first(int64_t(tile) * kTile), head(kv_head), group_shift(0) {
+    TileReader(const Task & task, const View & v, const Rows & far, int32_t tile, int32_t kv_head)
+        : t(task), view(v), rows(far), first(int64_t(tile) * kTile), head(kv_head), group_shift(0) {
         while (1 << group_shift < t.a.mem.group) {
             ++group_shift;
         }
@@ -203,11 +204,10 @@ struct TileReader {
                     prefetch_row(from + ((ahead + mem.group - 1) >> group_shift) * heads * blocks, blocks);
                     write_row<DIM>(FarRow{from}, t.summary, 16);
                 }
-                const Fp4Block * far_k = mem.far_k + (cell * heads + head) * blocks;
-                const Fp4Block * far_v = mem.far_v + (cell * heads + head) * blocks;
-                prefetch_row(far_k + ahead * heads * blocks, blocks);
-                prefetch_row(far_v + ahead * heads * blocks, blocks);
-                use(c, FarKey{far_k, t.summary}, FarRow{far_v});
+                const int64_t at = cell * heads + head;
+                rows.prefetch(mem.far_k, at + ahead * heads);
+                rows.prefetch(mem.far_v, at + ahead * heads);
+                use(c, far_key(rows.row(mem.far_k, at), t.summary), rows.row(mem.far_v, at));
             } else if (src_is_current(src)) {
                 const int64_t row = src_current_row(src);
                 use_exact(c, a.cur.k + row * a.cur.k_stride + head * DIM, a.cur.v + row * a.cur.v_stride + head * DIM,
@@ -274,16 +274,17 @@ void weigh_visible(const Task & t, int32_t rows, float * out, const float * resc
 }
 
 // One KV head of a tile: row 0 is the task's row `base`.
-template <int DIM>
-void attend_head(const Task & t, const View & view, int32_t tile, int32_t h) {
-    const int32_t   rows    = t.head_rows();
-    const int32_t   base    = h * rows;
-    const int32_t   head    = t.first_head + h;
-    float *         q       = t.q + int64_t(base) * DIM;
-    float *         out     = t.out + int64_t(base) * DIM;
-    float *         rescale = t.rescale + base;
-    const bool      direct  = rows <= kDirectRows;
-    TileReader<DIM> reader(t, view, tile, head);
+template <int DIM, typename Rows>
+void attend_head(const Task & t, const View & view, const Rows & far, int32_t tile, int32_t h) {
+    const int32_t rows    = t.head_rows();
+    const int32_t base    = h * rows;
+    const int32_t head    = t.first_head + h;
+    float *       q       = t.q + int64_t(base) * DIM;
+    float *       out     = t.out + int64_t(base) * DIM;
+    float *       rescale = t.rescale + base;
+    const bool    direct  = rows <= kDirectRows;
+
+    TileReader<DIM, Rows> reader(t, view, far, tile, head);
     if (direct) {
         score_directly<DIM>(rows, reader, t.memory, q);
     } else {
@@ -321,14 +322,15 @@ void attend_head(const Task & t, const View & view, int32_t tile, int32_t h) {
     }
 }
 
-template <int DIM>
-void attend_tile(const Task & t, int32_t tile) {
+// (Not inlined: with the code for two kinds of rows its caller would be so large that the compiler inlines nothing more.)
+template <int DIM, typename Rows>
+[[gnu::noinline]] void attend_tile(const Task & t, const Rows & far, int32_t tile) {
     const View view = look(t, tile);
     if (!view.any) {
         return;
     }
     for (int32_t h = 0; h < t.shape.heads; ++h) {
-        attend_head<DIM>(t, view, tile, h);
+        attend_head<DIM>(t, view, far, tile, h);
     }
 }
 
@@ -384,9 +386,11 @@ void run_task(const AttendArgs & a, const Shape & shape, const Threads & threads
     std::fill_n(t.maximum, rows, -kInfinity);
     std::fill_n(t.sum, rows, 0.0f);
 
-    for (int32_t tile = t.first_tile; tile < t.last_tile; ++tile) {
-        attend_tile<DIM>(t, tile);
-    }
+    with_far_rows<DIM>(a.mem, [&t](const auto & far) {
+        for (int32_t tile = t.first_tile; tile < t.last_tile; ++tile) {
+            attend_tile<DIM>(t, far, tile);
+        }
+    });
 
     for (int32_t r = 0; r < rows; ++r) {
         const int32_t query  = t.row_query(r);

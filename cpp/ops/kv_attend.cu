@@ -16,8 +16,8 @@ namespace {
 using device::AttendParams;
 
 // The prefill kernel of a head size. Turing has at most 64 KiB of shared memory a block.
-template <int D, bool SMALL>
-using Prefill = device::PrefillShape<D, D == 256 || (D == 128 && SMALL) ? 32 : 64, D == 256 ? 4 : 8>;
+template <int D, bool SMALL, bool COARSE>
+using Prefill = device::PrefillShape<D, D == 256 || (D == 128 && SMALL) ? 32 : 64, D == 256 ? 4 : 8, COARSE>;
 
 // Built with the prefill kernel for Hopper? Its blocks and tiles are as large as the other's at the same head size.
 #ifdef KVFOLD_WGMMA
@@ -25,7 +25,8 @@ constexpr bool kHasWgmma = true;
 #else
 constexpr bool kHasWgmma = false;
 #endif
-static_assert(device::WgmmaShape<128>::rows == Prefill<128, false>::rows && device::WgmmaShape<128>::BC == 64);
+static_assert(device::WgmmaShape<128, false>::rows == Prefill<128, false, false>::rows &&
+              device::WgmmaShape<128, false>::BC == 64);
 
 struct Plan {
     bool   prefill;
@@ -152,60 +153,66 @@ void launch_prefill(const AttendParams & p, const Plan & plan, cudaStream_t stre
     device::attend_prefill<S><<<dim3(plan.z, p.n_heads, plan.n_split), S::threads, S::shared_bytes, stream>>>(p);
 }
 
-template <int D, int NB, bool SMALL, bool SPARSE, bool WIDE>
+template <int D, int NB, bool SMALL, bool SPARSE, bool COARSE, bool WIDE>
 void launch_warps(const AttendParams & p, const Plan & plan, cudaStream_t stream) {
     constexpr int warps  = device::decode_warps(D, NB, SMALL, WIDE);
-    const auto    kernel = device::attend_decode<D, NB, warps, SPARSE>;
+    const auto    kernel = device::attend_decode<D, NB, warps, SPARSE, COARSE>;
     using S              = device::DecodeShape<D, NB, warps>;
     const int bytes      = S::shared_bytes(1 << p.group_shift);
     (void) cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
     launch_early(kernel, dim3(p.n_head_kv, plan.n_split, plan.z), S::threads, bytes, stream, p);
 }
 
-template <int D, int NB, bool SMALL, bool SPARSE>
+template <int D, int NB, bool SMALL, bool SPARSE, bool COARSE>
 void launch_decode(const AttendParams & p, const Plan & plan, cudaStream_t stream) {
     if constexpr (device::decode_warps(D, NB, SMALL, true) != device::decode_warps(D, NB, SMALL, false)) {
         if (plan.wide) {
-            return launch_warps<D, NB, SMALL, SPARSE, true>(p, plan, stream);
+            return launch_warps<D, NB, SMALL, SPARSE, COARSE, true>(p, plan, stream);
         }
     }
-    launch_warps<D, NB, SMALL, SPARSE, false>(p, plan, stream);
+    launch_warps<D, NB, SMALL, SPARSE, COARSE, false>(p, plan, stream);
 }
 
-template <int D>
+template <int D, bool COARSE>
 void launch(const AttendParams & p, const Plan & plan, const CudaDevice & device, cudaStream_t stream) {
     if (plan.wgmma) {
 #ifdef KVFOLD_WGMMA
-        using S = device::WgmmaShape<D>;
+        using S = device::WgmmaShape<D, COARSE>;
         launch_flags<S::BC, S::rows>(p, plan, stream);
         device::launch_prefill_wgmma(p, D, plan.z, stream);
 #endif
     } else if (plan.prefill) {
         if (device.arch < 80) {
             if constexpr (D <= 128) {
-                launch_prefill<Prefill<D, true>>(p, plan, stream);
+                launch_prefill<Prefill<D, true, COARSE>>(p, plan, stream);
             }
         } else {
-            launch_prefill<Prefill<D, false>>(p, plan, stream);
+            launch_prefill<Prefill<D, false, COARSE>>(p, plan, stream);
         }
     } else {
         const bool small = device.arch < 80;
         if (plan.blocks == 1) {
-            plan.sparse ? launch_decode<D, 1, false, true>(p, plan, stream)
-            : small     ? launch_decode<D, 1, true, false>(p, plan, stream)
-                        : launch_decode<D, 1, false, false>(p, plan, stream);
+            plan.sparse ? launch_decode<D, 1, false, true, COARSE>(p, plan, stream)
+            : small     ? launch_decode<D, 1, true, false, COARSE>(p, plan, stream)
+                        : launch_decode<D, 1, false, false, COARSE>(p, plan, stream);
         }
         if constexpr (D <= 128) {
             if (plan.blocks == 2) {
-                plan.sparse ? launch_decode<D, 2, false, true>(p, plan, stream)
-                : small     ? launch_decode<D, 2, true, false>(p, plan, stream)
-                            : launch_decode<D, 2, false, false>(p, plan, stream);
+                plan.sparse ? launch_decode<D, 2, false, true, COARSE>(p, plan, stream)
+                : small     ? launch_decode<D, 2, true, false, COARSE>(p, plan, stream)
+                            : launch_decode<D, 2, false, false, COARSE>(p, plan, stream);
             }
         }
     }
     if (plan.n_split > 1 && p.arrival_slot < 0 && p.head0 + p.n_heads == p.n_head_kv) {
         device::attend_merge<D><<<p.n_q * p.n_head, 32 * device::kMergeWarps, 0, stream>>>(p);
     }
+}
+
+template <int D>
+void launch_scaled(const AttendParams & p, const Plan & plan, const CudaDevice & device, cudaStream_t stream) {
+    p.scale_shift == device::kFineShift ? launch<D, false>(p, plan, device, stream)
+                                        : launch<D, true>(p, plan, device, stream);
 }
 
 }  // namespace
@@ -263,13 +270,13 @@ void attend(const AttendArgs & a, const SparseAttendArgs * sparse, bool after_lo
         }
         switch (a.mem.head_dim) {
         case 64:
-            launch<64>(p, plan, device, stream);
+            launch_scaled<64>(p, plan, device, stream);
             break;
         case 128:
-            launch<128>(p, plan, device, stream);
+            launch_scaled<128>(p, plan, device, stream);
             break;
         case 256:
-            launch<256>(p, plan, device, stream);
+            launch_scaled<256>(p, plan, device, stream);
             break;
         default:
             break;  // kv_ops_cuda_refusal() names it

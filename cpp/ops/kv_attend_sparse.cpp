@@ -110,8 +110,6 @@ class Gatherer {
     }
 
   private:
-    static constexpr int64_t blocks = DIM / kFp4BlockValues;
-
     void add(Tile & tile, int32_t cell, int32_t src) {
         float bias = 0.0f;
         if (mask_ != nullptr && mask_[cell] != 0) {
@@ -122,13 +120,13 @@ class Gatherer {
             tile.biased = true;
         }
         if (src == kSrcFar) {
-            const int64_t at = (int64_t(cell) * a_.mem.n_head_kv + head_) * blocks;
-            prefetch_row(a_.mem.far_k + at, blocks);
-            prefetch_row(a_.mem.far_v + at, blocks);
+            const int64_t at = int64_t(cell) * a_.mem.n_head_kv + head_;
+            with_far_rows<DIM>(a_.mem, [this, at](const auto & far) {
+                far.prefetch(a_.mem.far_k, at);
+                far.prefetch(a_.mem.far_v, at);
+            });
             if (offset_ == 0) {
-                prefetch_row(reinterpret_cast<const Fp4Block *>(a_.mem.side) +
-                                 (int64_t(groups_[group_]) * a_.mem.n_head_kv + head_) * blocks,
-                             blocks);
+                prefetch_row(group_summary(a_.mem, groups_[group_], head_), DIM / kFp4BlockValues);
             }
         }
         tile.cell[tile.n]  = cell;
@@ -148,12 +146,11 @@ class Gatherer {
 };
 
 // A reader (see attend_tile.h) of a gathered tile.
-template <int DIM>
+template <int DIM, typename Rows>
 struct TileReader {
-    static constexpr int64_t blocks = DIM / kFp4BlockValues;
-
     const AttendArgs & a;
     const Tile &       tile;
+    const Rows         rows;
     int64_t            head;
     float *            summary;     // [head_dim]
     int64_t            group = -1;  // whose summary is decoded
@@ -172,12 +169,10 @@ struct TileReader {
                 const int64_t cell = tile.cell[c];
                 if (tile.group[c] != group) {
                     group = tile.group[c];
-                    write_row<DIM>(
-                        FarRow{reinterpret_cast<const Fp4Block *>(mem.side) + (group * heads + head) * blocks}, summary,
-                        16);
+                    write_row<DIM>(FarRow{group_summary(mem, group, head)}, summary, 16);
                 }
-                const int64_t at = (cell * heads + head) * blocks;
-                use(c, FarKey{mem.far_k + at, summary}, FarRow{mem.far_v + at});
+                const int64_t at = cell * heads + head;
+                use(c, far_key(rows.row(mem.far_k, at), summary), rows.row(mem.far_v, at));
             } else if (src_is_current(src)) {
                 const int64_t row = src_current_row(src);
                 use(c, ExactRow<float>{a.cur.k + row * a.cur.k_stride + head * DIM},
@@ -203,11 +198,12 @@ struct Rows {
     float *       rescale;  // [n_out]
 };
 
-template <int DIM>
-void attend_tile(const AttendArgs & a, const Tile & tile, int32_t head, const Rows & rows, const TileMemory & memory,
-                 float * summary) {
-    TileReader<DIM> reader{a, tile, head, summary};
-    const bool      direct = rows.n <= kDirectRows;
+// (Not inlined: as in kv_attend.cpp.)
+template <int DIM, typename Far>
+[[gnu::noinline]] void attend_tile(const AttendArgs & a, const Far & far, const Tile & tile, int32_t head,
+                                   const Rows & rows, const TileMemory & memory, float * summary) {
+    TileReader<DIM, Far> reader{a, tile, far, head, summary};
+    const bool           direct = rows.n <= kDirectRows;
     if (direct) {
         score_directly<DIM>(rows.n, reader, memory, rows.q);
     } else {
@@ -271,7 +267,8 @@ void run_task(const SparseAttendArgs & args, const AttendArgs & a, const Shape &
     for (bool more = gatherer.fill(tiles[now]); more; now ^= 1) {
         more = gatherer.fill(tiles[now ^ 1]);
         n_read += tiles[now].n;
-        attend_tile<DIM>(a, tiles[now], head, rows, memory, summary);
+        with_far_rows<DIM>(
+            a.mem, [&](const auto & far) { attend_tile<DIM>(a, far, tiles[now], head, rows, memory, summary); });
     }
     for (int32_t r = 0; r < rows.n; ++r) {
         float * to = shape.partials.row(a, threads, split, query, head * shape.gqa + r);

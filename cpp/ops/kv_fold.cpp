@@ -20,17 +20,16 @@ struct Head {
     const FoldArgs & a;
     SideLayout       side;
     int32_t          index;
-    int32_t          blocks;  // FP4 blocks of one row of one head
 
-    Head(const FoldArgs & args, int32_t h)
-        : a(args), side(side_layout(args.mem)), index(h), blocks(args.mem.head_dim / kFp4BlockValues) {}
+    Head(const FoldArgs & args, int32_t h) : a(args), side(side_layout(args.mem)), index(h) {}
 
-    Fp4Block * far_row(Fp4Block * base, int64_t cell) const { return base + (cell * a.mem.n_head_kv + index) * blocks; }
-    Fp4Block * summary(int64_t group) const { return far_row(reinterpret_cast<Fp4Block *>(a.mem.side), group); }
+    Fp4Row     far_row(uint8_t * far, int64_t cell) const { return kvfold::far_row(far, a.mem, cell, index); }
+    Fp4Block * summary(int64_t group) const { return group_summary(a.mem, group, index); }
     uint8_t *  spread(int64_t group) const { return number(side.spread_offset, group); }
 
+    // As that of a group, elsewhere.
     Fp4Block * span_summary(int64_t span) const {
-        return far_row(reinterpret_cast<Fp4Block *>(a.mem.side + side.span_offset), span);
+        return reinterpret_cast<Fp4Block *>(reinterpret_cast<uint8_t *>(summary(span)) + side.span_offset);
     }
     uint8_t * span_spread(int64_t span) const { return number(side.span_spread_offset, span); }
 
@@ -85,12 +84,12 @@ int32_t gather(const Head & head, const int32_t * entry, const Rows & rows) {
             rotate_row(a.cur.v + r * a.cur.v_stride + column, v, dim, a.rot.v);
         } else if (src == kSrcFar) {
             const int64_t cell = group * a.mem.group + j;
-            fp4_decode_row(head.far_row(a.mem.far_k, cell), k, dim);
+            fp4_decode_row(head.far_row(a.mem.far_k, cell), k, dim, a.mem.scale_group);
             fp4_decode_row(head.summary(group), rows.sum, dim);
             for (int32_t d = 0; d < dim; ++d) {
                 k[d] += rows.sum[d];
             }
-            fp4_decode_row(head.far_row(a.mem.far_v, cell), v, dim);
+            fp4_decode_row(head.far_row(a.mem.far_v, cell), v, dim, a.mem.scale_group);
         } else {
             f16_decode_row(a.mem.near_k + src * row + column, k, dim);
             f16_decode_row(a.mem.near_v + src * row + column, v, dim);
@@ -163,19 +162,18 @@ void encode_group(const Head & head, const int32_t * entry, const Rows & rows) {
 
     for (int32_t j = 0; j < mem.group; ++j) {
         const int64_t cell  = group * mem.group + j;
-        Fp4Block *    far_k = head.far_row(mem.far_k, cell);
-        Fp4Block *    far_v = head.far_row(mem.far_v, cell);
+        const Fp4Row  far_k = head.far_row(mem.far_k, cell), far_v = head.far_row(mem.far_v, cell);
         if (absent(j)) {
-            memset(static_cast<void *>(far_k), 0, size_t(head.blocks) * sizeof(Fp4Block));
-            memset(static_cast<void *>(far_v), 0, size_t(head.blocks) * sizeof(Fp4Block));
+            fp4_fill_row(far_k, 0, dim, mem.scale_group);
+            fp4_fill_row(far_v, 0, dim, mem.scale_group);
             continue;
         }
         float * k = rows.k + int64_t(j) * dim;
         for (int32_t d = 0; d < dim; ++d) {
             k[d] -= decoded[d];
         }
-        fp4_encode_row(k, far_k, dim);
-        fp4_encode_row(rows.v + int64_t(j) * dim, far_v, dim);
+        fp4_encode_row(k, far_k, dim, mem.scale_group);
+        fp4_encode_row(rows.v + int64_t(j) * dim, far_v, dim, mem.scale_group);
     }
 }
 

@@ -1,4 +1,6 @@
 // kv_fold on CUDA, alone and together with kv_store.
+#include <type_traits>
+
 #include "ops/fold_device.cuh"
 #include "ops/kv_ops_cuda.h"
 #include "ops/launch.cuh"
@@ -27,6 +29,7 @@ FoldParams fold_params(const FoldArgs & a) {
 }
 
 // grid: x planned group (padding included), y KV head, z keys or values
+template <int PIECES>
 __global__ void __launch_bounds__(kFoldThreads)
     fold_kernel(const __grid_constant__ FoldParams p, const int32_t * plan, const int32_t * n_real) {
     extern __shared__ float shared[];
@@ -36,15 +39,16 @@ __global__ void __launch_bounds__(kFoldThreads)
     const bool             keys = FoldPart(blockIdx.z) == FoldPart::keys;
     const device::HeadRows current{(keys ? p.cur.k : p.cur.v) + blockIdx.y * p.mem.head_dim,
                                    keys ? p.cur.k_stride : p.cur.v_stride};
-    device::fold_group(p, current, plan + blockIdx.x * (1 + p.mem.group), blockIdx.y, FoldPart(blockIdx.z), shared);
+    device::fold_group<PIECES>(p, current, plan + blockIdx.x * (1 + p.mem.group), blockIdx.y, FoldPart(blockIdx.z),
+                               shared);
 }
 
 // Layers of the same shape, of which only the memory differs.
 constexpr int kCommitLayers = 48;  // parameters of a kernel are 4 KiB at most
 
 struct CommitMemory {
-    Fp4Block *    far_k;
-    Fp4Block *    far_v;
+    uint8_t *     far_k;
+    uint8_t *     far_v;
     uint8_t *     side;
     uint16_t *    near_k;
     const float * cur_k;
@@ -67,7 +71,7 @@ static_assert(sizeof(CommitParams) <= 4096, "more than a launch may carry");
 // grid: x KV head, y keys or values, z layer. A head's part of a pool row is read by its own folds and overwritten by its own
 // stores only, so the order within a block is all the order there needs to be. Dynamic shared memory: the rows of the
 // micro-batch, then what fold_group() wants.
-template <int D>
+template <int D, int PIECES>
 __global__ void __launch_bounds__(kFoldThreads) commit_kernel(const __grid_constant__ CommitParams c) {
     extern __shared__ float shared[];
     const bool              keys  = FoldPart(blockIdx.y) == FoldPart::keys;
@@ -98,8 +102,8 @@ __global__ void __launch_bounds__(kFoldThreads) commit_kernel(const __grid_const
     __syncthreads();
     const int n = c.n_real != nullptr ? min(*c.n_real, c.capacity) : c.capacity;
     for (int i = 0; i < n; ++i) {
-        device::fold_group(p, {shared, D}, c.plan + i * (1 + p.mem.group), blockIdx.x, FoldPart(blockIdx.y),
-                           shared + s.n_rows * D);
+        device::fold_group<PIECES>(p, {shared, D}, c.plan + i * (1 + p.mem.group), blockIdx.x, FoldPart(blockIdx.y),
+                                   shared + s.n_rows * D);
     }
     __syncthreads();
     for (int r = 0; r < s.n_rows; ++r) {
@@ -108,11 +112,27 @@ __global__ void __launch_bounds__(kFoldThreads) commit_kernel(const __grid_const
     device::write_epoch(s);
 }
 
+// Calls use() with the PIECES of a layer as an integral constant.
+template <typename Use>
+void with_pieces(const LayerMemory & mem, const Use & use) {
+    switch (mem.scale_group) {
+    case 32:
+        return use(std::integral_constant<int, 2>{});
+    case 64:
+        return use(std::integral_constant<int, 4>{});
+    default:
+        return use(std::integral_constant<int, 1>{});
+    }
+}
+
 template <int D>
 void launch_commit(const CommitParams & c, int n_layers, cudaStream_t stream) {
     const size_t bytes = device::fold_shared_bytes(c.fold.mem) + size_t(c.store.n_rows) * D * sizeof(float);
-    (void) cudaFuncSetAttribute(commit_kernel<D>, cudaFuncAttributeMaxDynamicSharedMemorySize, int(bytes));
-    launch_early(commit_kernel<D>, dim3(c.fold.mem.n_head_kv, 2, n_layers), kFoldThreads, bytes, stream, c);
+    with_pieces(c.fold.mem, [&](auto pieces) {
+        const auto kernel = commit_kernel<D, decltype(pieces)::value>;
+        (void) cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(bytes));
+        launch_early(kernel, dim3(c.fold.mem.n_head_kv, 2, n_layers), kFoldThreads, bytes, stream, c);
+    });
 }
 
 // Can they share a launch?
@@ -120,9 +140,10 @@ bool same_shape(const CommitArgs & a, const CommitArgs & b) {
     const LayerMemory &x = a.fold.mem, &y = b.fold.mem;
     const CurrentRows &r = a.fold.cur, &q = b.fold.cur;
     return x.n_head_kv == y.n_head_kv && x.head_dim == y.head_dim && x.group == y.group && x.n_cells == y.n_cells &&
-           x.near_v - x.near_k == y.near_v - y.near_k && r.k_stride == q.k_stride && r.v_stride == q.v_stride &&
-           r.n_rows == q.n_rows && a.fold.rot.k == b.fold.rot.k && a.fold.rot.v == b.fold.rot.v &&
-           a.fold.plan == b.fold.plan && a.store.dst == b.store.dst && a.fold.n_groups == b.fold.n_groups;
+           x.scale_group == y.scale_group && x.near_v - x.near_k == y.near_v - y.near_k && r.k_stride == q.k_stride &&
+           r.v_stride == q.v_stride && r.n_rows == q.n_rows && a.fold.rot.k == b.fold.rot.k &&
+           a.fold.rot.v == b.fold.rot.v && a.fold.plan == b.fold.plan && a.store.dst == b.store.dst &&
+           a.fold.n_groups == b.fold.n_groups;
 }
 
 }  // namespace
@@ -132,7 +153,10 @@ void kv_fold_cuda(const FoldArgs & a, const int32_t * n_real, cudaStream_t strea
         return;
     }
     const dim3 grid(a.n_groups, a.mem.n_head_kv, 2);
-    fold_kernel<<<grid, kFoldThreads, device::fold_shared_bytes(a.mem), stream>>>(fold_params(a), a.plan, n_real);
+    with_pieces(a.mem, [&](auto pieces) {
+        fold_kernel<decltype(pieces)::value>
+            <<<grid, kFoldThreads, device::fold_shared_bytes(a.mem), stream>>>(fold_params(a), a.plan, n_real);
+    });
 }
 
 void kv_commit_cuda(const std::vector<CommitArgs> & layers, const int32_t * n_real, const int32_t * epoch,

@@ -75,12 +75,44 @@ struct LayerMemory {
     int32_t    n_cells;   // a multiple of `group`
     int32_t    n_near;    // rows of the near pool
     int32_t    n_spans;   // 0 (the layer keeps nothing about spans) or n_cells / kSpanCells; then group is 16 at most
-    Fp4Block * far_k;     // [n_cells][n_head_kv][head_dim/64]
-    Fp4Block * far_v;
+    uint8_t *  far_k;     // far_row() says where a row is
+    uint8_t *  far_v;
     uint8_t *  side;    // side_layout() of it
     uint16_t * near_k;  // f16 [n_near][n_head_kv][head_dim]
     uint16_t * near_v;
+    int32_t    scale_group = kFp4ScaleGroup;  // channels of a far row that share a scale: 16, 32 or 64
 };
+
+// Rows of far_k and far_v are, with a scale group of 16,
+//     Fp4Block [n_cells][n_head_kv][head_dim/64]
+// and with G = 32 or 64
+//     values  uint8 [n_cells][n_head_kv][head_dim/2]
+//     scales  uint8 [n_cells][n_head_kv][head_dim/G]    kernels read whole words of it: their memory ends at a multiple of 4 bytes
+// This many bytes for a KV head:
+constexpr int64_t far_row_bytes(int32_t head_dim, int32_t scale_group) {
+    return int64_t(head_dim / kFp4BlockValues) * fp4_block_bytes(scale_group);
+}
+
+// Where the scales begin, with a scale group of 32 or 64.
+KVFOLD_HOST_DEVICE inline int64_t far_scales_offset(const LayerMemory & m) {
+    return int64_t(m.n_cells) * m.n_head_kv * (m.head_dim / 2);
+}
+
+// The row of a cell and KV head in `far`, which is far_k or far_v.
+KVFOLD_HOST_DEVICE inline Fp4Row far_row(uint8_t * far, const LayerMemory & m, int64_t cell, int64_t kv_head) {
+    const int64_t at = cell * m.n_head_kv + kv_head;
+    if (m.scale_group == kFp4ScaleGroup) {
+        uint8_t * row = far + at * (m.head_dim / kFp4BlockValues) * int64_t(sizeof(Fp4Block));
+        return {row, row + sizeof(Fp4Block::scale), sizeof(Fp4Block), sizeof(Fp4Block)};
+    }
+    return {far + far_scales_offset(m) + at * (m.head_dim / m.scale_group), far + at * (m.head_dim / 2),
+            kFp4BlockValues / m.scale_group, kFp4BlockValues / 2};
+}
+
+// The summary of a group for a KV head.
+inline Fp4Block * group_summary(const LayerMemory & m, int64_t group, int64_t kv_head) {
+    return reinterpret_cast<Fp4Block *>(m.side) + (group * m.n_head_kv + kv_head) * (m.head_dim / kFp4BlockValues);
+}
 
 constexpr SideLayout side_layout(const LayerMemory & m) {
     return side_layout(m.n_head_kv, m.head_dim, m.n_cells / m.group, m.n_spans);
@@ -140,7 +172,8 @@ void kv_store(const StoreArgs & a, const Threads & t);
 // For every planned group and KV head, in this order, in f32:
 //   1. mean over the n present members, in member order (sum, then times 1.0f / n); summary = fp4(mean); S = decode(summary)
 //   2. spread = f16( mean over channels of (1/n) sum over members (key - mean)^2 )
-//   3. far_k[member] = fp4(key - S), far_v[member] = fp4(value); absent members get zero bytes
+//   3. far_k[member] = fp4(key - S), far_v[member] = fp4(value), with scales of LayerMemory::scale_group; absent members get zero
+//      bytes
 // A far source is read (decoded with the *old* summary) before anything of its group is written.
 //
 //   spans [n_spans]  spans to summarise, all of whose n = kSpanCells / group groups are complete and none is planned here

@@ -11,9 +11,9 @@
 #include <limits>
 
 #include "format/fp4_codec.h"
+#include "ops/far_rows.h"
 #include "ops/rotate.h"
 #include "ops/scratch_plan.h"
-#include "ops/simd.h"
 
 namespace kvfold {
 
@@ -80,12 +80,11 @@ struct Work {
     int32_t end(int32_t slice) const { return std::min(a.n_kv, (slice + 1) * kSliceCells); }
 };
 
+// A row of far_k or far_v.
 template <int DIM>
-void        decode(const Fp4Block * blocks, float * x) {
-#pragma GCC unroll 16
-    for (int i = 0; i < DIM / 16; ++i) {
-        store_16(x + 16 * i, decode_16(blocks[i / 4].scale[i % 4], blocks[i / 4].quant + i % 4 * 8));
-    }
+void decode(const uint8_t * far, const LayerMemory & mem, int64_t cell, int64_t kv_head, float * x) {
+    with_far_rows<DIM>(
+        mem, [&](const auto & rows) { write_row<DIM>(rows.row(far, cell * mem.n_head_kv + kv_head), x, 16); });
 }
 
 float sum_16(V16 v) {
@@ -109,16 +108,6 @@ float dot(const float * x, const float * y) {
     return sum_16(sum);
 }
 
-template <int DIM>
-const Fp4Block * row(const Fp4Block * base, const LayerMemory & mem, int64_t index, int64_t kv_head) {
-    return base + (index * mem.n_head_kv + kv_head) * (DIM / kFp4BlockValues);
-}
-
-template <int DIM>
-const Fp4Block * summary(const LayerMemory & mem, int64_t group, int64_t kv_head) {
-    return row<DIM>(reinterpret_cast<const Fp4Block *>(mem.side), mem, group, kv_head);
-}
-
 // Phase 1: sums of summaries.
 template <int DIM>
 void add_summaries(const Work & w, int32_t slice) {
@@ -137,7 +126,7 @@ void add_summaries(const Work & w, int32_t slice) {
         }
         w.count[slice] += members;
         for (int32_t h = 0; h < mem.n_head_kv; ++h) {
-            decode<DIM>(summary<DIM>(mem, c / mem.group, h), s);
+            write_row<DIM>(FarRow{group_summary(mem, c / mem.group, h)}, s, 16);
             for (int32_t d = 0; d < DIM; ++d) {
                 sum[h * DIM + d] += float(members) * s[d];
             }
@@ -195,9 +184,9 @@ void read_rows(const Work & w, int32_t slice) {
             }
             if (decoded != c / mem.group) {
                 decoded = c / mem.group;
-                decode<DIM>(summary<DIM>(mem, decoded, h), s);
+                write_row<DIM>(FarRow{group_summary(mem, decoded, h)}, s, 16);
             }
-            decode<DIM>(row<DIM>(mem.far_k, mem, c, h), k);
+            decode<DIM>(mem.far_k, mem, c, h, k);
             for (int32_t d = 0; d < DIM; ++d) {
                 k[d] += s[d];
             }
@@ -205,7 +194,7 @@ void read_rows(const Work & w, int32_t slice) {
             w.cos[int64_t(h) * a.n_kv + c] = length > 0.0f ? dot<DIM>(k, w.mean + h * DIM) / length : 0.0f;
 
             if (a.sizes) {
-                decode<DIM>(row<DIM>(mem.far_v, mem, c, h), v);
+                decode<DIM>(mem.far_v, mem, c, h, v);
                 w.size[int64_t(h) * a.n_kv + c] = sqrtf(dot<DIM>(v, v));
             }
             if (!w.attention) {

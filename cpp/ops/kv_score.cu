@@ -66,13 +66,18 @@ ScoreParams score_params(const ScoreArgs & a, const ScorePlan & plan, uint8_t * 
     p.n_split     = plan.n_split;
     p.scale       = a.scale;
     p.softcap     = a.softcap;
+
+    p.scale_shift  = log2_of(a.mem.scale_group);
+    p.far_k_scales = a.mem.far_k + far_scales_offset(a.mem);
+    p.far_v_scales = a.mem.far_v + far_scales_offset(a.mem);
     return p;
 }
 
 template <int D, int QC>
 void launch_rows(const ScoreParams & p, cudaStream_t stream) {
     using S           = device::RowsShape<D, QC>;
-    const auto kernel = device::read_rows<D, QC>;
+    const bool fine   = p.scale_shift == device::kFineShift;
+    const auto kernel = fine ? device::read_rows<D, QC, false> : device::read_rows<D, QC, true>;
     const int  bytes  = S::shared_bytes(p.group_shift);
     const dim3 grid(p.n_head_kv, p.n_split, p.queries != nullptr ? ceil_div(p.gqa, QC) : 1);
     (void) cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);

@@ -191,7 +191,9 @@ void kv_select_attend_cuda(const SelectArgs & a, const SparseAttendArgs & b, con
     const SelectPlan plan = make_plan(a, device, true);
     SelectParams     p    = select_params(a, plan, static_cast<uint8_t *>(scratch));
     give_slot(p, stream);
-    if (p.n_split == 1 || b.attend.cur.n_rows > device::kSharedRows || reads_few(a)) {
+    // The kernel that does both is there for rows with a scale for 16 channels only.
+    if (p.n_split == 1 || b.attend.cur.n_rows > device::kSharedRows || reads_few(a) ||
+        b.attend.mem.scale_group != kFp4ScaleGroup) {
         launch(a, p, nullptr, stream);
         return kv_attend_sparse_cuda(b, true, device, scratch, stream);
     }

@@ -32,11 +32,13 @@ inline LayerMemory layer_memory(const ggml_tensor * node, const ggml_tensor * fa
     m.n_cells   = p.n_cells;
     m.n_near    = p.n_near;
     m.n_spans   = spans;
-    m.far_k     = far_k != nullptr ? tensor_data<Fp4Block>(far_k) : nullptr;
-    m.far_v     = far_v != nullptr ? tensor_data<Fp4Block>(far_v) : nullptr;
+    m.far_k     = far_k != nullptr ? tensor_data<uint8_t>(far_k) : nullptr;
+    m.far_v     = far_v != nullptr ? tensor_data<uint8_t>(far_v) : nullptr;
     m.side      = tensor_data<uint8_t>(tier);
     m.near_k    = reinterpret_cast<uint16_t *>(m.side + layout.near_offset);
     m.near_v    = m.near_k + layout.near_bytes / sizeof(uint16_t) / 2;
+
+    m.scale_group = p.scale_group;
     return m;
 }
 

@@ -11,8 +11,6 @@ namespace {
 template <int DIM>
 class FarKeys {
   public:
-    static constexpr int64_t kBlocks = DIM / kFp4BlockValues;
-
     // summary [DIM]: memory to work in
     FarKeys(const LayerMemory & mem, int32_t kv_head, float * summary) : mem_(mem), head_(kv_head), summary_(summary) {}
 
@@ -21,12 +19,13 @@ class FarKeys {
             group_ = cell / mem_.group;
             read_summary(group_, summary_);
         }
-        write_row<DIM>(FarKey{mem_.far_k + (cell * mem_.n_head_kv + head_) * kBlocks, summary_}, to, 16);
+        with_far_rows<DIM>(mem_, [this, cell, to](const auto & far) {
+            write_row<DIM>(far_key(far.row(mem_.far_k, cell * mem_.n_head_kv + head_), summary_), to, 16);
+        });
     }
 
     void read_summary(int64_t group, float * to) const {
-        const auto * base = reinterpret_cast<const Fp4Block *>(mem_.side);
-        write_row<DIM>(FarRow{base + (group * mem_.n_head_kv + head_) * kBlocks}, to, 16);
+        write_row<DIM>(FarRow{group_summary(mem_, group, head_)}, to, 16);
     }
 
   private:

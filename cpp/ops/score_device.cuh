@@ -41,6 +41,9 @@ struct ScoreParams {
     int32_t          n_split;
     float            scale;
     float            softcap;
+    int32_t          scale_shift;  // this and the next as in AttendParams
+    const uint8_t *  far_k_scales;
+    const uint8_t *  far_v_scales;
 };
 
 constexpr int kSumSlices = 16, kSumWarps = 8, kScoreThreads = 256;
@@ -333,8 +336,9 @@ __device__ __forceinline__ void add_squares(float (&square)[4], const uint32_t *
 }
 
 // grid: x KV head, y split, z which QC of its query heads; the first also sees to what is not about queries. Dynamic shared
-// memory: the vectors, then for every warp the rows of 32 keys, of 32 values, and of the summaries.
-template <int D, int QC>
+// memory: the vectors, then for every warp the rows of 32 keys, of 32 values, and of the summaries. COARSE: far rows have a scale for 32
+// or 64 channels.
+template <int D, int QC, bool COARSE>
 __global__ void __launch_bounds__(RowsShape<D, QC>::threads, 4) read_rows(const __grid_constant__ ScoreParams p) {
     using S = RowsShape<D, QC>;
     extern __shared__ __align__(16) uint32_t shared[];
@@ -352,16 +356,33 @@ __global__ void __launch_bounds__(RowsShape<D, QC>::threads, 4) read_rows(const 
 
     uint32_t * const keys  = shared + S::vectors * S::vector + warp * S::warp_words(p.group_shift);
     uint32_t *const values = keys + S::rows, *const sums = values + S::rows;
-    const int        n_sums = 32 >> p.group_shift, n_tiles = (p.n_kv + 31) / 32, step = p.n_split * S::warps;
-    const int        row1 = p.n_head_kv * FarRows<D>::words, in_row = head * FarRows<D>::words;
-    const FarCopy<D> far_copy(lane);
+    const int           n_sums = 32 >> p.group_shift, n_tiles = (p.n_kv + 31) / 32, step = p.n_split * S::warps;
+    const int           row1 = p.n_head_kv * FarRows<D>::words, in_row = head * FarRows<D>::words;
+    const FarCopy<D>    far_copy(lane);
+    const CoarseCopy<D> coarse{lane, p.n_head_kv, head, p.scale_shift};
 
     // Far cells among the 32 of a tile; 0 where there is no such tile.
     auto far_cells = [&](int tile) {
         const int n = p.n_kv - 32 * tile;
         return n <= 0 ? 0u : __ldg(p.far_bits + tile) & (n < 32 ? (1u << n) - 1 : ~0u);
     };
-    auto request_rows = [&](uint32_t * to, const uint32_t * from, int tile) {
+    // The cell of a row in shared memory; -1: there is none.
+    auto cell_of = [&](int tile) {
+        return [tile, n_kv = p.n_kv](int j) {
+            const int cell = 32 * tile + 4 * (j % 8) + j / 8;
+            return cell < n_kv ? cell : -1;
+        };
+    };
+    auto arrived = [&](uint32_t * rows, int tile, bool any) {
+        copy_wait<1>();
+        if (COARSE && any) {
+            coarse.template spread<32>(rows, cell_of(tile));
+        }
+    };
+    auto request_rows = [&](uint32_t * to, const uint32_t * from, const uint8_t * scales, int tile) {
+        if constexpr (COARSE) {
+            return coarse.template copy<32>(to, from, scales, cell_of(tile));
+        }
         const int cell = 32 * tile;
         from += int64_t(cell) * row1 + in_row;
 #pragma unroll
@@ -373,7 +394,7 @@ __global__ void __launch_bounds__(RowsShape<D, QC>::threads, 4) read_rows(const 
     auto request_keys = [&](int tile, uint32_t bits) {
         if (bits != 0) {
             const int group = (32 * tile) >> p.group_shift;
-            request_rows(keys, p.far_k, tile);
+            request_rows(keys, p.far_k, p.far_k_scales, tile);
             far_copy.template copy<32>(sums, p.summary + int64_t(group) * row1 + in_row, row1,
                                        min(n_sums, p.n_groups - group));
         }
@@ -381,7 +402,7 @@ __global__ void __launch_bounds__(RowsShape<D, QC>::threads, 4) read_rows(const 
     };
     auto request_values = [&](int tile, uint32_t bits) {
         if (bits != 0 && first) {
-            request_rows(values, p.far_v, tile);
+            request_rows(values, p.far_v, p.far_v_scales, tile);
         }
         copy_commit();
     };
@@ -401,7 +422,7 @@ __global__ void __launch_bounds__(RowsShape<D, QC>::threads, 4) read_rows(const 
         const uint32_t next = far_cells(tile + step);
         const int64_t  cell = 32 * int64_t(tile) + lane;
         const bool     far  = bits >> lane & 1u;
-        copy_wait<1>();
+        arrived(keys, tile, bits != 0);
         if (bits != 0) {
             KeySums<QC> s = {};
             add_keys<D, QC>(s, keys, sums, p.group_shift, vectors, n_queries > 0, lane);
@@ -428,7 +449,7 @@ __global__ void __launch_bounds__(RowsShape<D, QC>::threads, 4) read_rows(const 
         }
         __syncwarp();  // everybody has read the keys
         request_keys(tile + step, next);
-        copy_wait<1>();
+        arrived(values, tile, bits != 0 && first);
         if (bits != 0 && first) {
             float square[4] = {};
             add_squares<D>(square, values, lane);

@@ -137,6 +137,7 @@ def lookup_scene(
     states: list[str] | None = None,
     share: dict[str, float] | None = None,
     spans: bool = False,
+    scale_group: int = 16,
 ) -> Scene:
     """A layer whose groups are in the given states, or in random ones.
 
@@ -157,6 +158,7 @@ def lookup_scene(
         n_near=n_cells + 3,
         n_rows=n_cells + 2,
         spans=spans,
+        scale_group=scale_group,
     )
     layer, src = s.layer, s.cell_src
     keys, values = layer.far_keys(np.arange(n_cells)), layer.far_values(np.arange(n_cells))
@@ -175,7 +177,8 @@ def lookup_scene(
                 layer.near_k[near[c]], layer.near_v[near[c]] = keys[c], values[c]
             elif kind == "current":
                 s.cur.k[rows[c]], s.cur.v[rows[c]] = keys[c], values[c]
-        layer.far_k[cells] = layer.far_v[cells] = 0xFF
+        layer.put_far_rows(layer.far_k, cells, 0xFF)
+        layer.put_far_rows(layer.far_v, cells, 0xFF)
         if not (src[g * group : (g + 1) * group] == FAR).any():
             layer.summaries[g] = 0xFF
             layer.spread[g] = np.nan

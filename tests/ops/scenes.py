@@ -38,6 +38,7 @@ def scene(
     n_near: int | None = None,
     n_rows: int | None = None,
     spans: bool = False,
+    scale_group: int = 16,
 ) -> Scene:
     """Cells in random states; ``share`` gives the odds of "far", "near", "current" and "hidden".
 
@@ -48,7 +49,7 @@ def scene(
     kinds = rng.choice(list(share), n_cells, p=np.array(list(share.values())) / sum(share.values()))
     n_near = n_near or int((kinds == "near").sum()) + 3
     n_rows = n_rows or int((kinds == "current").sum()) + 2
-    layer = Layer.empty(n_head_kv, head_dim, group, n_cells, n_near, fill=0xFF, spans=spans)
+    layer = Layer.empty(n_head_kv, head_dim, group, n_cells, n_near, fill=0xFF, spans=spans, scale_group=scale_group)
     nan = np.full((n_rows, n_head_kv, head_dim), np.nan, np.float32)
     cur = Current(nan, nan.copy())
     keys, values = rows(rng, n_cells, n_head_kv, head_dim), rows(rng, n_cells, n_head_kv, head_dim)
@@ -61,8 +62,8 @@ def scene(
     if plan:
         fold(layer, Current(keys, values), np.array(plan, np.int32))
         not_far = np.flatnonzero(kinds != "far")
-        layer.far_k[not_far] = 0xFF
-        layer.far_v[not_far] = 0xFF
+        layer.put_far_rows(layer.far_k, not_far, 0xFF)
+        layer.put_far_rows(layer.far_v, not_far, 0xFF)
 
     cell_src = np.full(n_cells, HIDDEN, np.int32)
     cell_src[far] = FAR

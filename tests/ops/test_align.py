@@ -44,10 +44,12 @@ def expected(s: Scene, q: np.ndarray, lists, mask=None, sinks=None, **options) -
 
 @pytest.mark.parametrize("group", [2, 4, 16])
 @pytest.mark.parametrize(("head_dim", "ratio"), [(64, 1), (64, 3), (128, 4), (256, 2)])
-@pytest.mark.parametrize("case", ["plain", "softcap", "sinks", "two sequences"])
+@pytest.mark.parametrize("case", ["plain", "softcap", "sinks", "two sequences", "scales of 32"])
 def test_sums(core, group: int, head_dim: int, ratio: int, case: str) -> None:
     rng = np.random.default_rng([group, head_dim, ratio])
-    s = lookup_scene(rng, n_groups=max(24, 120 // group), group=group, head_dim=head_dim)
+    scale_group = 32 if case == "scales of 32" else 16
+    shape = {"group": group, "head_dim": head_dim, "scale_group": scale_group}
+    s = lookup_scene(rng, n_groups=max(24, 120 // group), **shape)
     n_groups = len(s.cell_src) // group
     q = (1.5 * rng.standard_normal((3, 2 * ratio, head_dim))).astype(np.float32)
     lists = [[np.sort(rng.permutation(n_groups)[: n_groups // 4]) for _ in range(2)] for _ in range(3)]
@@ -67,9 +69,10 @@ def test_sums(core, group: int, head_dim: int, ratio: int, case: str) -> None:
     assert wanted[0, 0] == (2 if case == "two sequences" else 3)
 
 
-def test_everything_listed_is_aligned(core) -> None:
+@pytest.mark.parametrize("scale_group", [16, 32, 64])
+def test_everything_listed_is_aligned(core, scale_group: int) -> None:
     rng = np.random.default_rng(1)
-    s = lookup_scene(rng, n_groups=40, group=4)
+    s = lookup_scene(rng, n_groups=40, group=4, scale_group=scale_group)
     q = rng.standard_normal((2, 6, 64)).astype(np.float32)
     got = align(core, s, q, [[np.arange(40)] * 2] * 2, scale=0.5)
     assert np.array_equal(got, np.tile([2.0, 2.0, 0.0, 0.0], (6, 1)))

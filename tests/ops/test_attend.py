@@ -71,6 +71,19 @@ def test_mixes(core, group: int, mix: str) -> None:
         compare(core, s, q, n_kv, sizes=[1, 7, 33])
 
 
+@pytest.mark.parametrize("group", [2, 4, 32])
+@pytest.mark.parametrize(("head_dim", "ratio"), [(64, 3), (128, 4), (256, 1)])
+@pytest.mark.parametrize("scale_group", [32, 64])
+def test_scale_groups(core, scale_group: int, head_dim: int, ratio: int, group: int) -> None:
+    """Rows with fewer scales, for few queries and many; three KV heads, so that rows begin at all offsets of scales."""
+    rng = np.random.default_rng([scale_group, head_dim, group])
+    shape = {"n_head_kv": 3, "head_dim": head_dim, "group": group, "scale_group": scale_group}
+    s = scene(rng, n_cells=202, share=MIXES["everyday"], **shape)
+    q = queries(rng, 33, s, ratio)
+    for n_kv in (1, 63, 65, 202):
+        compare(core, s, q, n_kv, sizes=[1, 2, 7, 33], mask=causal_mask(33, n_kv)[::-1].copy())
+
+
 @pytest.mark.parametrize("n_kv", [1, 5, 64, 300])
 @pytest.mark.parametrize("softcap", [0.0, 5.0, 50.0])
 @pytest.mark.parametrize("with_sinks", [False, True])

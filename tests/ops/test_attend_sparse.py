@@ -50,6 +50,18 @@ def test_shapes(core, group: int, head_dim: int, ratio: int) -> None:
         compare(core, s, queries(rng, n_q, s, ratio), random_lists(rng, n_q, s, 0.3))
 
 
+@pytest.mark.parametrize("group", [2, 4, 16])
+@pytest.mark.parametrize(("head_dim", "ratio"), [(64, 3), (128, 4), (256, 1)])
+@pytest.mark.parametrize("scale_group", [32, 64])
+def test_scale_groups(core, scale_group: int, head_dim: int, ratio: int, group: int) -> None:
+    """Rows with fewer scales."""
+    rng = np.random.default_rng([scale_group, group, head_dim, ratio])
+    n_groups = max(20, 160 // group)
+    s = lookup_scene(rng, n_groups=n_groups, n_head_kv=3, group=group, head_dim=head_dim, scale_group=scale_group)
+    for n_q in (1, 3):
+        compare(core, s, queries(rng, n_q, s, ratio), random_lists(rng, n_q, s, 0.3))
+
+
 @pytest.mark.parametrize("states", [["complete"] * 100, ["complete"] * 80 + ["exact"] * 20], ids=["far", "mixed"])
 def test_lengths_of_lists(core, states: list[str]) -> None:
     """Around the edges of tiles of 64 cells (16 groups of 4), with and without exact rows before them."""
@@ -174,13 +186,15 @@ def test_all_groups_listed_is_dense_attention(core) -> None:
 
 
 @pytest.mark.parametrize("group", [2, 4])
-def test_rows_that_are_read_are_the_ones_that_are_counted(core, group: int) -> None:
+@pytest.mark.parametrize("scale_group", [16, 64])
+def test_rows_that_are_read_are_the_ones_that_are_counted(core, scale_group: int, group: int) -> None:
     """Which groups' bytes have an influence on a result is found by changing them, one group at a time.
 
     The number of those, summed over queries and KV heads, is what the selection counted as taken, plus partial groups.
     """
     rng = np.random.default_rng([5, group])
-    s = lookup_scene(rng, n_groups=48, group=group, share={"complete": 0.85, "partial": 0.1, "hidden": 0.05})
+    share = {"complete": 0.85, "partial": 0.1, "hidden": 0.05}
+    s = lookup_scene(rng, n_groups=48, group=group, share=share, scale_group=scale_group)
     q = queries(rng, 2, s, 3)
     choice = lookup.select(core, s.layer, s.cell_src, q, Budget(0.1, 0.2, threshold=0.3), scale=0.125)
 
@@ -191,7 +205,8 @@ def test_rows_that_are_read_are_the_ones_that_are_counted(core, group: int) -> N
     before, read = result(s.layer), np.zeros((2, 2, 48), bool)
     for g in range(48):
         changed = s.layer.copy()
-        changed.far_v[g * group : (g + 1) * group, :, :4] ^= 0x10  # scales by four or a quarter
+        scales = changed.far_parts(changed.far_v)[-1][g * group : (g + 1) * group, :, : 64 // scale_group]
+        scales ^= 0x10  # by four or a quarter
         read[:, :, g] = (result(changed) != before).any(axis=(2, 3))
     far = (s.cell_src.reshape(48, group) == FAR).sum(axis=1)
     partial = (far > 0) & (far < group)

@@ -25,9 +25,11 @@ def assert_same(got: Layer, expected: Layer) -> None:
 @pytest.mark.parametrize("n_head_kv", [1, 3])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("group", [2, 4, 8, 16, 32])
-def test_fold(core, group: int, head_dim: int, n_head_kv: int, mix: str) -> None:
+@pytest.mark.parametrize("scale_group", [16, 32, 64])
+def test_fold(core, scale_group: int, group: int, head_dim: int, n_head_kv: int, mix: str) -> None:
     rng = np.random.default_rng([group, head_dim, n_head_kv])
-    s = scene(rng, n_cells=96, n_head_kv=n_head_kv, head_dim=head_dim, group=group, share=MIXES[mix])
+    shape = {"n_head_kv": n_head_kv, "head_dim": head_dim, "group": group, "scale_group": scale_group}
+    s = scene(rng, n_cells=96, share=MIXES[mix], **shape)
     plan = plan_of(rng, s)
     expected = s.layer.copy()
     fold(expected, s.cur, plan)
@@ -38,10 +40,12 @@ def test_fold(core, group: int, head_dim: int, n_head_kv: int, mix: str) -> None
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_fold_again_from_far_rows(core, seed: int) -> None:
+@pytest.mark.parametrize("scale_group", [16, 32, 64])
+def test_fold_again_from_far_rows(core, scale_group: int, seed: int) -> None:
     """A group that was cut and refilled is folded from decoded rows (old summary) plus new exact ones."""
     rng = np.random.default_rng(seed)
-    s = scene(rng, n_cells=64, n_head_kv=2, head_dim=64, group=8, share={"far": 0.6, "near": 0.2, "current": 0.2})
+    share = {"far": 0.6, "near": 0.2, "current": 0.2}
+    s = scene(rng, n_cells=64, n_head_kv=2, head_dim=64, group=8, share=share, scale_group=scale_group)
     plan = plan_of(rng, s, share=1.0)
     assert (plan[:, 1:] == FAR).any()
     expected = s.layer.copy()

@@ -47,10 +47,12 @@ def assert_close(got: np.ndarray, expected: np.ndarray) -> None:
 @pytest.mark.parametrize(("n_head_kv", "head_dim", "group", "gqa"), [(3, 64, 4, 3), (2, 128, 2, 4), (1, 256, 16, 1)])
 @pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.parametrize("n_threads", [1, 3])
-def test_score_is_its_definition(core, n_head_kv, head_dim, group, gqa, mix: str, n_threads: int) -> None:
+@pytest.mark.parametrize("scale_group", [16, 32, 64])
+def test_score_is_its_definition(core, scale_group, n_head_kv, head_dim, group, gqa, mix: str, n_threads: int) -> None:
     """In mixes of all kinds of cells; whatever is not far holds NaN."""
     rng = np.random.default_rng(1)
-    s = scene(rng, n_cells=200, n_head_kv=n_head_kv, head_dim=head_dim, group=group, share=MIXES[mix])
+    shape = {"n_head_kv": n_head_kv, "head_dim": head_dim, "group": group, "scale_group": scale_group}
+    s = scene(rng, n_cells=200, share=MIXES[mix], **shape)
     n_head = n_head_kv * gqa
     statistics = some_statistics(rng, n_head, head_dim)
     for given in (None, statistics):
@@ -131,10 +133,12 @@ def received(core, s: Scene, q: np.ndarray, mask=None, sinks=None, **options) ->
 
 @pytest.mark.parametrize(("n_head_kv", "head_dim", "group", "gqa"), [(3, 64, 4, 3), (2, 128, 2, 4), (1, 256, 16, 1)])
 @pytest.mark.parametrize("mix", MIXES)
-def test_received_attention(core, n_head_kv, head_dim, group, gqa, mix: str) -> None:
+@pytest.mark.parametrize("scale_group", [16, 64])
+def test_received_attention(core, scale_group, n_head_kv, head_dim, group, gqa, mix: str) -> None:
     """With masks, sinks and a cap on scores, for more queries than a task takes; the same bits for any threads."""
     rng = np.random.default_rng(7)
-    s = scene(rng, n_cells=200, n_head_kv=n_head_kv, head_dim=head_dim, group=group, share=MIXES[mix])
+    shape = {"n_head_kv": n_head_kv, "head_dim": head_dim, "group": group, "scale_group": scale_group}
+    s = scene(rng, n_cells=200, share=MIXES[mix], **shape)
     q = rng.standard_normal((61, n_head_kv * gqa, head_dim)).astype(np.float32)
     mask = np.where(rng.random((61, len(s.cell_src))) < 0.3, -np.inf, 0).astype(np.float16)
     mask[5] = -np.inf

@@ -10,9 +10,10 @@ from oracle.store import store
 @pytest.mark.parametrize("n_threads", [1, 2, 3])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("n_head_kv", [1, 3])
-def test_store(core, n_head_kv: int, head_dim: int, n_threads: int) -> None:
+@pytest.mark.parametrize("scale_group", [16, 32, 64])
+def test_store(core, scale_group: int, n_head_kv: int, head_dim: int, n_threads: int) -> None:
     rng = np.random.default_rng(head_dim + n_head_kv)
-    layer = Layer.empty(n_head_kv, head_dim, 4, 32, 20, fill=0xFF)
+    layer = Layer.empty(n_head_kv, head_dim, 4, 32, 20, fill=0xFF, scale_group=scale_group)
     shape = (17, n_head_kv, head_dim)
     cur = Current(*((rng.standard_normal(shape) * 10.0 ** rng.integers(-9, 4, shape)).astype(np.float32) for _ in "kv"))
     dst = rng.permutation(20)[:17].astype(np.int32)
@@ -22,7 +23,8 @@ def test_store(core, n_head_kv: int, head_dim: int, n_threads: int) -> None:
     native.store(core, layer, cur, dst, n_threads)
     for name in ("near_k", "near_v"):
         assert np.array_equal(getattr(layer, name).view(np.uint16), getattr(expected, name).view(np.uint16)), name
-    assert np.array_equal(layer.side, expected.side) and np.array_equal(layer.far_k, expected.far_k)
+    for name in ("side", "far_k", "far_v"):
+        assert np.array_equal(getattr(layer, name), getattr(expected, name)), name
 
 
 def test_nothing_to_store(core) -> None:

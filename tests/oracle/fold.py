@@ -20,8 +20,8 @@ def fold(layer: Layer, cur: Current, plan: np.ndarray, rotation: Rotation = (0, 
         first = group * layer.group
         present = np.array([first + j for j, src in enumerate(sources) if src != HIDDEN], dtype=int)
         keys, values = read_rows(layer, cur, present, np.array([s for s in sources if s != HIDDEN], dtype=int))
-        layer.far_k[first : first + layer.group] = 0
-        layer.far_v[first : first + layer.group] = 0
+        for far in (layer.far_k, layer.far_v):
+            layer.put_far_rows(far, slice(first, first + layer.group), 0)
         if not len(present):
             continue
         mean = mean_in_order(keys)
@@ -30,8 +30,8 @@ def fold(layer: Layer, cur: Current, plan: np.ndarray, rotation: Rotation = (0, 
         variance = np.mean((keys.astype(np.float64) - mean) ** 2, axis=(0, 2))
         with np.errstate(over="ignore"):
             layer.spread[group] = variance.astype(np.float16)
-        layer.far_k[present] = fp4.encode(keys - summary)
-        layer.far_v[present] = fp4.encode(values)
+        layer.put_far_rows(layer.far_k, present, fp4.encode(keys - summary, layer.scale_group))
+        layer.put_far_rows(layer.far_v, present, fp4.encode(values, layer.scale_group))
 
 
 def summarise(layer: Layer, spans: list[int]) -> None:

@@ -1,7 +1,9 @@
-"""FP4 blocks: E2M1 values with one unsigned 8-bit scale per 16 channels (the byte layout of ggml's ``block_nvfp4``).
+"""FP4 rows: E2M1 values with one unsigned 8-bit scale for a *scale group* of 16, 32 or 64 channels.
 
-A block holds 64 channels in 36 bytes: four scale bytes, then 32 bytes of nibbles. Byte ``8 s + j`` of the nibbles holds
-channel ``16 s + j`` (low nibble) and channel ``16 s + j + 8`` (high nibble).
+64 channels are 32 bytes of nibbles and four, two or one scale bytes: 36, 34 or 33 bytes. Byte ``8 s + j`` of the
+nibbles holds channel ``16 s + j`` (low nibble) and channel ``16 s + j + 8`` (high nibble). With groups of 16 a row is
+made of blocks of 64 channels, scales first (the byte layout of ggml's ``block_nvfp4``). With 32 and 64 all its nibbles
+come first, then all its scales.
 
 A scale byte has five exponent and three mantissa bits: ``t`` stands for the half-precision number of bits ``t << 7``,
 divided by 256. Exponent 31 is not used, so the largest scale is 240.
@@ -12,8 +14,9 @@ from __future__ import annotations
 import numpy as np
 
 BLOCK_VALUES = 64
-BLOCK_BYTES = 36
+BLOCK_BYTES = 36  # with groups of 16, which summaries have
 SCALE_GROUP = 16
+SCALE_GROUPS = (16, 32, 64)
 MAX_SCALE_CODE = 0xF7
 SCALE_OFFSETS = (0, 5, -1, 4, 1, 6, 3, -2)
 
@@ -33,37 +36,56 @@ def _scale_table() -> np.ndarray:
 SCALES = _scale_table()
 
 
-def unpack(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Split bytes ``[..., n, 36]`` into scale bytes ``[..., n, 4]`` and nibble codes ``[..., n, 4, 16]``."""
-    blocks = np.asarray(blocks, dtype=np.uint8)
-    scales = blocks[..., :4]
-    packed = blocks[..., 4:].reshape(*blocks.shape[:-1], 4, 8)
-    return scales, np.concatenate([packed & 15, packed >> 4], axis=-1)
+def block_bytes(scale_group: int) -> int:
+    """Bytes of 64 channels."""
+    return BLOCK_VALUES // scale_group + BLOCK_VALUES // 2
+
+
+def scale_group_of(row_bytes: int, channels: int) -> int:
+    """The scale group of rows of so many bytes."""
+    return next(g for g in SCALE_GROUPS if block_bytes(g) * channels == BLOCK_VALUES * row_bytes)
+
+
+def unpack(rows: np.ndarray, scale_group: int = SCALE_GROUP) -> tuple[np.ndarray, np.ndarray]:
+    """Split bytes ``[..., b n]`` into scale bytes ``[..., 64 n / group]`` and nibble codes ``[..., 4 n, 16]``."""
+    rows = np.asarray(rows, dtype=np.uint8)
+    head, n_blocks = rows.shape[:-1], rows.shape[-1] // block_bytes(scale_group)
+    if scale_group == SCALE_GROUP:
+        blocks = rows.reshape(*head, n_blocks, BLOCK_BYTES)
+        scales, packed = blocks[..., :4], blocks[..., 4:]
+    else:
+        scales, packed = rows[..., 32 * n_blocks :], rows[..., : 32 * n_blocks]
+    packed = packed.reshape(*head, 4 * n_blocks, 8)
+    codes = np.concatenate([packed & 15, packed >> 4], axis=-1)
+    return scales.reshape(*head, n_blocks * BLOCK_VALUES // scale_group), codes
 
 
 def pack(scales: np.ndarray, codes: np.ndarray) -> np.ndarray:
     """Inverse of :func:`unpack`."""
-    packed = (codes[..., :8] | (codes[..., 8:] << 4)).astype(np.uint8)
-    return np.concatenate([scales.astype(np.uint8), packed.reshape(*scales.shape[:-1], 32)], axis=-1)
+    head, n_blocks = scales.shape[:-1], codes.shape[-2] // 4
+    packed = (codes[..., :8] | (codes[..., 8:] << 4)).astype(np.uint8).reshape(*head, n_blocks, 32)
+    scales = scales.astype(np.uint8)
+    if scales.shape[-1] == 4 * n_blocks:
+        parts = [scales.reshape(*head, n_blocks, 4), packed]
+        return np.concatenate(parts, axis=-1).reshape(*head, n_blocks * BLOCK_BYTES)
+    return np.concatenate([packed.reshape(*head, 32 * n_blocks), scales], axis=-1)
 
 
-def decode(data: np.ndarray) -> np.ndarray:
-    """Decode bytes ``[..., 36 n]`` to float32 ``[..., 64 n]``. Exact: every product fits a float32."""
-    data = np.asarray(data, dtype=np.uint8)
-    n_blocks = data.shape[-1] // BLOCK_BYTES
-    scales, codes = unpack(data.reshape(*data.shape[:-1], n_blocks, BLOCK_BYTES))
-    values = E2M1[codes] * SCALES[scales][..., None]
-    return values.reshape(*data.shape[:-1], n_blocks * BLOCK_VALUES)
+def decode(data: np.ndarray, scale_group: int = SCALE_GROUP) -> np.ndarray:
+    """Decode bytes ``[..., b n]`` to float32 ``[..., 64 n]``. Exact: every product fits a float32."""
+    scales, codes = unpack(data, scale_group)
+    values = E2M1[codes] * np.repeat(SCALES[scales], scale_group // 16, axis=-1)[..., None]
+    return values.reshape(*codes.shape[:-2], 16 * codes.shape[-2])
 
 
-def encode(x: np.ndarray) -> np.ndarray:
-    """Encode float32 ``[..., 64 n]`` to bytes ``[..., 36 n]``, by the rule of ``cpp/format/fp4_codec.h``.
+def encode(x: np.ndarray, scale_group: int = SCALE_GROUP) -> np.ndarray:
+    """Encode float32 ``[..., 64 n]`` to bytes ``[..., b n]``, by the rule of ``cpp/format/fp4_codec.h``.
 
-    Per 16 channels eight scales around ``amax / 6`` are tried and the one of least squared error is kept, the first of
+    Per scale group eight scales around ``amax / 6`` are tried and the one of least squared error is kept, the first of
     equals. The error is summed in float32 in a fixed order, so that the choice is the same on every machine.
     """
     x = np.ascontiguousarray(x, dtype=np.float32)
-    groups = x.reshape(-1, SCALE_GROUP)
+    groups = x.reshape(-1, scale_group)
     magnitude = np.abs(groups)
     amax = magnitude.max(axis=1)
     nearest = nearest_scale_code(amax * (np.float32(1) / np.float32(6)))
@@ -74,10 +96,7 @@ def encode(x: np.ndarray) -> np.ndarray:
             scale = SCALES[code][:, None]
             scaled = magnitude * (np.float32(1) / scale)
             index = np.sum(scaled[..., None] > THRESHOLDS, axis=-1)
-            d = magnitude - E2M1[index] * scale
-            a = fused_multiply_add(d[:, 8:], d[:, 8:], d[:, :8] * d[:, :8])
-            b = a[:, :4] + a[:, 4:]
-            errors.append((b[:, 0] + b[:, 2]) + (b[:, 1] + b[:, 3]))
+            errors.append(error_in_order(magnitude - E2M1[index] * scale))
             indices.append(index)
             codes.append(code)
     best = np.argmin(np.array(errors), axis=0)
@@ -85,8 +104,21 @@ def encode(x: np.ndarray) -> np.ndarray:
     scale_bytes = np.where(amax == 0, 0, np.array(codes)[best, rows])
     nibbles = np.array(indices)[best, rows] | (np.signbit(groups).astype(np.int64) << 3)
     nibbles = np.where(amax[:, None] == 0, 0, nibbles)
-    blocks = pack(scale_bytes.reshape(-1, 4), nibbles.reshape(-1, 4, SCALE_GROUP))
-    return blocks.reshape(*x.shape[:-1], x.shape[-1] // BLOCK_VALUES * BLOCK_BYTES)
+    width = x.shape[-1]
+    return pack(
+        scale_bytes.reshape(*x.shape[:-1], width // scale_group), nibbles.reshape(*x.shape[:-1], width // 16, 16)
+    )
+
+
+def error_in_order(d: np.ndarray) -> np.ndarray:
+    """Sum of squares of float32 ``[n, 16 k]`` in the order of the rule: by 16 channels, and these one after another."""
+    total = np.zeros(len(d), np.float32)
+    for first in range(0, d.shape[1], 16):
+        part = d[:, first : first + 16]
+        a = fused_multiply_add(part[:, 8:], part[:, 8:], part[:, :8] * part[:, :8])
+        b = a[:, :4] + a[:, 4:]
+        total = total + ((b[:, 0] + b[:, 2]) + (b[:, 1] + b[:, 3]))
+    return total
 
 
 def nearest_scale_code(t: np.ndarray) -> np.ndarray:
@@ -122,9 +154,9 @@ def nearest_code(x: np.ndarray) -> np.ndarray:
     return np.argmin(np.abs(magnitude[..., None] - positive), axis=-1) | ((np.signbit(x)).astype(np.int64) << 3)
 
 
-def best_possible_error(x: np.ndarray) -> np.ndarray:
-    """Least squared error that any scale byte reaches, per 16 channels: float64 ``[..., n / 16]``."""
-    groups = np.asarray(x, dtype=np.float64).reshape(*x.shape[:-1], -1, SCALE_GROUP)
+def best_possible_error(x: np.ndarray, scale_group: int = SCALE_GROUP) -> np.ndarray:
+    """Least squared error that any scale byte reaches, per scale: float64 ``[..., n / scale_group]``."""
+    groups = np.asarray(x, dtype=np.float64).reshape(*x.shape[:-1], -1, scale_group)
     best = np.sum(groups**2, axis=-1)
     for code in range(1, MAX_SCALE_CODE + 1):
         scale = float(SCALES[code])
@@ -133,9 +165,9 @@ def best_possible_error(x: np.ndarray) -> np.ndarray:
     return best
 
 
-def amax_encode_error(x: np.ndarray) -> np.ndarray:
-    """Squared error of the plain format, whose scale is the scale nearest to ``amax / 6``, per 16 channels."""
-    groups = np.asarray(x, dtype=np.float64).reshape(*x.shape[:-1], -1, SCALE_GROUP)
+def amax_encode_error(x: np.ndarray, scale_group: int = SCALE_GROUP) -> np.ndarray:
+    """Squared error of the plain format, whose scale is the scale nearest to ``amax / 6``, per scale."""
+    groups = np.asarray(x, dtype=np.float64).reshape(*x.shape[:-1], -1, scale_group)
     wanted = np.max(np.abs(groups), axis=-1) / 6
     table = SCALES[: MAX_SCALE_CODE + 1].astype(np.float64)
     scale = table[np.argmin(np.abs(wanted[..., None] - table), axis=-1)][..., None]
@@ -143,7 +175,7 @@ def amax_encode_error(x: np.ndarray) -> np.ndarray:
     return np.sum((groups - rounded) ** 2, axis=-1)
 
 
-def squared_error(x: np.ndarray, decoded: np.ndarray) -> np.ndarray:
-    """Squared error per 16 channels of a decoded row, float64."""
+def squared_error(x: np.ndarray, decoded: np.ndarray, scale_group: int = SCALE_GROUP) -> np.ndarray:
+    """Squared error per scale of a decoded row, float64."""
     difference = np.asarray(x, dtype=np.float64) - np.asarray(decoded, dtype=np.float64)
-    return np.sum(difference.reshape(*x.shape[:-1], -1, SCALE_GROUP) ** 2, axis=-1)
+    return np.sum(difference.reshape(*x.shape[:-1], -1, scale_group) ** 2, axis=-1)

@@ -24,7 +24,8 @@ def current(row: int) -> int:
 class Layer:
     """Memory of one layer.
 
-    far_k, far_v    uint8 ``[n_cells, n_head_kv, 36 * head_dim / 64]``
+    far_k, far_v    uint8 ``[n_cells, n_head_kv, b * head_dim / 64]``, b = 36, 34, 33 for scale groups of 16, 32, 64;
+                    what these bytes are, ``far_parts`` says
     side            uint8 ``[SideLayout.bytes]``
     near_k, near_v  float16 ``[n_near, n_head_kv, head_dim]``
     """
@@ -48,9 +49,10 @@ class Layer:
         n_near: int,
         fill: int = 0,
         spans: bool = False,
+        scale_group: int = fp4.SCALE_GROUP,
     ) -> Layer:
         """A layer whose rows hold the byte ``fill`` (0xFF makes NaN of every near row), with or without spans."""
-        row = fp4.BLOCK_BYTES * head_dim // fp4.BLOCK_VALUES
+        row = fp4.block_bytes(scale_group) * head_dim // fp4.BLOCK_VALUES
         layout = SideLayout(n_head_kv, head_dim, n_cells // group, n_cells // SPAN if spans else 0)
         return cls(
             n_head_kv,
@@ -69,6 +71,34 @@ class Layer:
         shape = self.n_head_kv, self.head_dim, len(self.far_k) // self.group
         with_spans = SideLayout(*shape, len(self.far_k) // SPAN)
         return with_spans if with_spans.bytes == len(self.side) else SideLayout(*shape)
+
+    @property
+    def scale_group(self) -> int:
+        """Channels of a far row that share a scale."""
+        return fp4.scale_group_of(self.far_k.shape[-1], self.head_dim)
+
+    def far_parts(self, far: np.ndarray) -> list[np.ndarray]:
+        """Views of ``far_k`` or ``far_v``, uint8 ``[n_cells, n_head_kv, n]``, which make up the rows.
+
+        With a scale group of 16 there is one. With 32 and 64 the values of all cells come first, then the scales.
+        """
+        if self.scale_group == fp4.SCALE_GROUP:
+            return [far]
+        cells = far.shape[:2]
+        flat, values = far.reshape(-1), cells[0] * cells[1] * self.head_dim // 2
+        return [flat[:values].reshape(*cells, -1), flat[values:].reshape(*cells, -1)]
+
+    def far_rows(self, far: np.ndarray, cells: np.ndarray) -> np.ndarray:
+        """Rows of some cells, uint8 ``[n, n_head_kv, b * head_dim / 64]``."""
+        return np.concatenate([part[cells] for part in self.far_parts(far)], axis=-1)
+
+    def put_far_rows(self, far: np.ndarray, cells: np.ndarray | slice, rows: np.ndarray | int) -> None:
+        """Write rows, or one byte all over them."""
+        first = 0
+        for part in self.far_parts(far):
+            end = first + part.shape[-1]
+            part[cells] = rows if isinstance(rows, int) else rows[..., first:end]
+            first = end
 
     @property
     def summaries(self) -> np.ndarray:
@@ -92,10 +122,11 @@ class Layer:
 
     def far_keys(self, cells: np.ndarray) -> np.ndarray:
         """Decoded keys of far cells, summary plus difference: float32 ``[n, n_head_kv, head_dim]``."""
-        return fp4.decode(self.summaries[cells // self.group]) + fp4.decode(self.far_k[cells])
+        differences = fp4.decode(self.far_rows(self.far_k, cells), self.scale_group)
+        return fp4.decode(self.summaries[cells // self.group]) + differences
 
     def far_values(self, cells: np.ndarray) -> np.ndarray:
-        return fp4.decode(self.far_v[cells])
+        return fp4.decode(self.far_rows(self.far_v, cells), self.scale_group)
 
 
 @dataclass
