@@ -10,9 +10,9 @@ decode   the tokens after a prompt, given one by one as a reply would come, thro
 
 Options after -- are llama-perplexity's, e.g. -t 2.
 
-A type is a name (q8_0, fp4_csa2, ...); fp4_csa2+q8_0 means sliding windows in q8_0. Prints Markdown. Products with
-quantised weights round activations and so turn tiny differences into a divergence of up to 1e-2 of their own: for small
-differences take F32 weights (bench/dequantize_gguf.py).
+A type is a name (q8_0, fp4_csa2, ...); fp4_csa2+q8_0 means sliding windows in q8_0, fp4/scale_group=32 another
+setting. Prints Markdown. Products with quantised weights round activations and so turn tiny differences into a
+divergence of up to 1e-2 of their own: for small differences take F32 weights (bench/dequantize_gguf.py).
 """
 
 from __future__ import annotations
@@ -32,13 +32,15 @@ import numpy as np
 BASE = "f16"
 MICRO_BATCH = 256
 
-Settings = dict[str, str]
+Settings = dict[str, Any]
 
 
 def settings_of(name: str) -> Settings:
-    """``fp4_csa2+q8_0`` as the settings of a cache."""
+    """``fp4_csa2+q8_0`` and ``fp4/scale_group=32`` as the settings of a cache."""
+    name, *fields = name.split("/")
     kv_type, _, swa_type = name.partition("+")
-    return {"kv_type": kv_type, **({"kv_swa_type": swa_type} if swa_type else {})}
+    given = {f"kv_{key}": int(value) for key, _, value in (field.partition("=") for field in fields)}
+    return {"kv_type": kv_type, **({"kv_swa_type": swa_type} if swa_type else {}), **given}
 
 
 def print_row(cells: list[str]) -> None:
@@ -80,7 +82,7 @@ def prefill(args: argparse.Namespace) -> None:
         if not logits.exists():
             perplexity(args, logits, [])
         for name in args.types.split(","):
-            settings = [text for key, value in settings_of(name).items() for text in (flag(key), value)]
+            settings = [text for key, value in settings_of(name).items() for text in (flag(key), str(value))]
             output = perplexity(args, logits, ["--kl-divergence", *settings])
             found = {column: re.search(pattern, output) for column, pattern in NUMBERS.items()}
             cells = [re.sub(" +", " ", m[1]) if m else "?" for m in found.values()]

@@ -57,8 +57,8 @@ void register_config(py::module_ & m) {
         },
         py::arg("settings"),
         "Makes this configuration active for contexts created by this thread until scope_pop().\n\n"
-        "Keys: kv_type (fp4, fp4_csa2), group, tail, sinks, swa_type (f16, q8_0), lookup ('0.2' or '0.1,0.2'), "
-        "threshold,\n"
+        "Keys: kv_type (fp4, fp4_csa2), group, tail, sinks, swa_type (f16, q8_0), scale_group (16, 32, 64), lookup\n"
+        "('0.2' or '0.1,0.2'), threshold,\n"
         "min_tokens, max_tokens, min_context, layers, alignment, calibration, hierarchical (auto, on, off), span_pool; "
         "None\n"
         "means the default.\n"

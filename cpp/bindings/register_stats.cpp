@@ -30,6 +30,7 @@ py::object context_stats(uintptr_t ctx) {
     d["tail"]          = s.config.tail;
     d["sinks"]         = s.config.sinks;
     d["swa_type"]      = s.config.swa_type == KVFOLD_SWA_Q8_0 ? "q8_0" : "f16";
+    d["scale_group"]   = s.config.scale_group;
     d["bytes"]         = s.bytes;
     d["f16_bytes"]     = s.f16_bytes;
     d["far_bytes"]     = s.far_bytes;

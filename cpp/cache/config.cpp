@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "cache/calibration.h"
+#include "format/fp4_block.h"
 
 namespace kvfold {
 
@@ -236,6 +237,10 @@ bool check_span_pool(int32_t groups) {
            fail(message("kv_span_pool must be from 1 to %d groups, got %d", kMaxPool, groups));
 }
 
+bool check_scale_group(int32_t channels) {
+    return is_scale_group(channels) || fail(message("kv_scale_group must be 16, 32 or 64 channels, got %d", channels));
+}
+
 bool is_any(const char * key, const char * a, const char * b) {
     return std::strcmp(key, a) == 0 || std::strcmp(key, b) == 0;
 }
@@ -301,6 +306,7 @@ kvfold_config resolve(kvfold_config config) {
         // differences, where 32 tokens are nearly as good as 4; fp4_csa2 also needs them as an index, where they are not.
         config.group = config.type == KVFOLD_TYPE_FP4 ? 32 : 4;
     }
+    config.scale_group = config.scale_group == 0 ? kFp4ScaleGroup : config.scale_group;
     if (config.type == KVFOLD_TYPE_FP4_CSA2_CED) {
         config.keep  = config.keep == 0.0f ? kKeep : config.keep;
         config.score = config.score == 0 ? kScore : config.score;
@@ -436,6 +442,7 @@ bool kvfold_config_set(kvfold_config * config, const char * key, const char * va
             fresh.tail          = config->tail;
             fresh.sinks         = config->sinks;
             fresh.swa_type      = config->swa_type;
+            fresh.scale_group   = config->scale_group;
             *config             = fresh;
         }
         return true;
@@ -458,6 +465,9 @@ bool kvfold_config_set(kvfold_config * config, const char * key, const char * va
             return fail(message("kv_swa_type '%s' is unknown; possible: f16, q8_0", value));
         }
         return true;
+    }
+    if (is_any(key, "scale_group", "kv_scale_group")) {
+        return parse_int("scale_group", value, config->scale_group) && check_scale_group(config->scale_group);
     }
     if (is_any(key, "lookup", "kv_lookup")) {
         return parse_lookup(value, config->lookup_min, config->lookup_max);
@@ -521,10 +531,11 @@ bool kvfold_config_set(kvfold_config * config, const char * key, const char * va
     if (is_any(key, "score", "kv_score")) {
         return parse_score(value, config->score);
     }
-    return fail(message("unknown cache setting '%s'; possible: kv_type, kv_group, kv_tail, kv_sinks, kv_swa_type, "
-                        "kv_lookup, kv_threshold, kv_min_tokens, kv_max_tokens, kv_min_context, kv_layers, "
-                        "kv_alignment, kv_calibration, kv_hierarchical, kv_span_pool, kv_keep, kv_score",
-                        key));
+    return fail(
+        message("unknown cache setting '%s'; possible: kv_type, kv_group, kv_tail, kv_sinks, kv_swa_type, "
+                "kv_scale_group, kv_lookup, kv_threshold, kv_min_tokens, kv_max_tokens, kv_min_context, kv_layers, "
+                "kv_alignment, kv_calibration, kv_hierarchical, kv_span_pool, kv_keep, kv_score",
+                key));
 }
 
 bool kvfold_config_check(const kvfold_config * config) {
@@ -548,6 +559,9 @@ bool kvfold_config_check(const kvfold_config * config) {
     }
     if (c.swa_type != KVFOLD_SWA_F16 && c.swa_type != KVFOLD_SWA_Q8_0) {
         return fail(message("kv_swa_type %d is unknown; possible: f16, q8_0", int(c.swa_type)));
+    }
+    if (!check_scale_group(c.scale_group)) {
+        return false;
     }
     if (c.type != KVFOLD_TYPE_FP4_CSA2_CED && eviction_setting(c) != nullptr) {
         return fail(message("%s has no effect with kv_type %s; it needs fp4_csa2_ced", eviction_setting(c),

@@ -194,7 +194,6 @@ void kvfold_access::ctor_begin(llama_kv_cache & kv, ggml_type & type_k, ggml_typ
                 offload = false;
                 break;
             }
-
             if (kv.kvfold->evicts() && config->score != KVFOLD_SCORE_RECENT &&
                 (kvfold::is_sampled(config->score) || !(runs(kvfold::probe_score) && runs(kvfold::probe_observe)))) {
                 kvfold::fail(kvfold::message("kv_type fp4_csa2_ced: %s cannot score tokens by kv_score %s; possible "
@@ -203,6 +202,22 @@ void kvfold_access::ctor_begin(llama_kv_cache & kv, ggml_type & type_k, ggml_typ
                                              ggml_backend_dev_name(dev), kvfold::score_name(config->score).c_str()));
                 throw std::runtime_error(kvfold_last_error());
             }
+        }
+    }
+}
+
+void kvfold_access::layer_added(llama_kv_cache & kv) {
+    const int32_t scale_group = kv.kvfold->config.scale_group;
+    if (scale_group == kvfold::kFp4ScaleGroup) {
+        return;  // that is GGML_TYPE_NVFP4
+    }
+    auto & layer = kv.layers.back();
+    for (ggml_tensor * t : {layer.k, layer.v, layer.k_stream[0], layer.v_stream[0]}) {
+        t->type  = GGML_TYPE_I8;
+        t->ne[0] = t->ne[0] / kvfold::kFp4BlockValues * kvfold::fp4_block_bytes(scale_group);
+        t->nb[0] = 1;
+        for (int i = 1; i < GGML_MAX_DIMS; ++i) {
+            t->nb[i] = t->nb[i - 1] * size_t(t->ne[i - 1]);
         }
     }
 }
@@ -243,6 +258,8 @@ void kvfold_access::attach(llama_kv_cache & kv) {
         layer.n_spans   = int32_t(cache.spans.size());
         layer.far_k     = from.k;
         layer.far_v     = from.v;
+
+        layer.scale_group = cache.config.scale_group;
         for (const auto & [il, index] : kv.map_layer_ids) {
             if (index == int32_t(ikv)) {
                 layer.last_il = std::max(layer.last_il, il);

@@ -42,6 +42,8 @@ struct kvfold_access {
     // First statement of the constructor: may change the row types (sliding windows), where rows live, and the number of cells.
     static void ctor_begin(llama_kv_cache & kv, ggml_type & type_k, ggml_type & type_v, bool & offload,
                            uint32_t & kv_size);
+    // After a layer got its root tensors and before they get memory: ggml has no type for rows of some scale groups.
+    static void layer_added(llama_kv_cache & kv);
     // Once the root tensors exist.
     static void attach(llama_kv_cache & kv);
 

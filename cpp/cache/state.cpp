@@ -4,6 +4,7 @@
 // unless nothing was ever dropped; then for every layer
 //   summaries and spreads of the saved groups, far K rows, far V rows (all members of all groups; rows that are not in use are
 //   zero, so that nothing of another sequence leaves through a file), then near K and V rows in order of the near members.
+// Far rows whose values and scales lie apart in memory (LayerMemory::far_k) do so here: all values, then all scales.
 // Groups keep their offsets, so decoded rows and results are bit-identical after a restore, wherever the groups land.
 #include "cache/state.h"
 
@@ -109,13 +110,37 @@ std::pair<size_t, size_t> sequences_of(const kvfold_cache & cache, llama_seq_id 
 struct RowSizes {
     RowSizes(const kvfold_cache & cache, const CacheLayer & layer)
         : layout(cache.side_layout(layer)), far(layer.far_k->nb[1]), near(layer.near->nb[1]),
-          spread(size_t(layer.n_head_kv) * sizeof(ggml_fp16_t)) {}
+          spread(size_t(layer.n_head_kv) * sizeof(ggml_fp16_t)) {
+        if (layer.scale_group != kFp4ScaleGroup) {
+            const size_t values = size_t(layer.n_head_kv) * size_t(layer.head_dim) / 2;
+            parts               = {{0, values}, {values, far - values}};
+        } else {
+            parts = {{0, far}};
+        }
+    }
 
-    SideLayout layout;
-    size_t     far;
-    size_t     near;
-    size_t     spread;
+    // What a far row consists of: for each part, the rows of all cells lie one behind the other.
+    struct Part {
+        size_t before;  // bytes that the parts before it have of a row
+        size_t bytes;
+    };
+
+    SideLayout        layout;
+    size_t            far;  // all parts
+    size_t            near;
+    size_t            spread;
+    std::vector<Part> parts;
 };
+
+// Calls use(offset in the rows of `n_saved` cells, offset in those of all `n_cells`, bytes) for each part of the far rows of `count`
+// cells, which are the ones from `saved` and from `cell` on.
+template <typename Use>
+void for_far_parts(const RowSizes & size, size_t n_saved, size_t saved, size_t n_cells, size_t cell, size_t count,
+                   Use && use) {
+    for (const RowSizes::Part & part : size.parts) {
+        use(part.before * n_saved + saved * part.bytes, part.before * n_cells + cell * part.bytes, count * part.bytes);
+    }
+}
 
 // Moves the rows of `groups` between a layer and `buffer` (one direction for each of save and restore).
 template <typename Move>
@@ -130,10 +155,12 @@ void move_group_rows(const CacheLayer & layer, const RowSizes & size, uint32_t g
              count * size.layout.summary_row_bytes);
         move(layer.side, buffer + summaries + first * size.spread, size.layout.spread_offset + g * size.spread,
              count * size.spread);
-        move(layer.far_k, buffer + summaries + spreads + first * group * size.far, g * group * size.far,
-             count * group * size.far);
-        move(layer.far_v, buffer + summaries + spreads + rows + first * group * size.far, g * group * size.far,
-             count * group * size.far);
+        unsigned char * far = buffer + summaries + spreads;
+        for_far_parts(size, group * groups.size(), first * group, size_t(layer.far_k->ne[1]), g * group, count * group,
+                      [&](size_t in_buffer, size_t in_layer, size_t bytes) {
+                          move(layer.far_k, far + in_buffer, in_layer, bytes);
+                          move(layer.far_v, far + rows + in_buffer, in_layer, bytes);
+                      });
     }
 }
 
@@ -227,8 +254,11 @@ void kvfold_access::state_write(const llama_kv_cache & kv, llama_io_write_i & io
                 const bool far = groups[i].members[j].state == kFar;
                 any_far        = any_far || far;
                 if (!far) {
-                    std::memset(w.out.data() + k_rows + (i * group + j) * size.far, 0, size.far);
-                    std::memset(w.out.data() + v_rows + (i * group + j) * size.far, 0, size.far);
+                    for_far_parts(size, group * groups.size(), i * group + j, 0, 0, 1,
+                                  [&](size_t at, size_t, size_t bytes) {
+                                      std::memset(w.out.data() + k_rows + at, 0, bytes);
+                                      std::memset(w.out.data() + v_rows + at, 0, bytes);
+                                  });
                 }
             }
             if (!any_far) {
@@ -254,7 +284,8 @@ void kvfold_access::state_write(const llama_kv_cache & kv, llama_io_write_i & io
     std::memcpy(header.magic, kStateMagic, sizeof(header.magic));
     header.version       = kStateVersion;
     header.kv_type       = int32_t(cache.config.type);
-    header.group         = cache.config.group;
+    header.group         = int16_t(cache.config.group);
+    header.scale_group   = int16_t(cache.config.scale_group);
     header.n_layers      = uint32_t(cache.layers.size());
     header.fingerprint   = cache.fingerprint;
     header.payload_bytes = w.out.size();
@@ -291,6 +322,10 @@ void kvfold_access::state_read(llama_kv_cache & kv, llama_io_read_i & io, llama_
         refuse(message("the state is of kv_type %s, group %d; this context has %s, group %d",
                        kvfold_type_name(kvfold_type(header.kv_type)), header.group, kvfold_type_name(cache.config.type),
                        cache.config.group));
+    }
+    if (header.scale_group != cache.config.scale_group) {
+        refuse(message("the state has FP4 rows of kv_scale_group %d; this context has %d", header.scale_group,
+                       cache.config.scale_group));
     }
     if (header.fingerprint != cache.fingerprint || header.n_layers != cache.layers.size()) {
         refuse("the state is of another model");

@@ -49,6 +49,10 @@ void kvfold_add_args(std::vector<common_arg> & options) {
             "--kv-swa-type", "TYPE", "type of sliding-window layers under --kv-type fp4...: f16, q8_0 (default: f16)",
             "LLAMA_ARG_KV_SWA_TYPE",
             [](common_params &, const std::string & value) { kvfold::set_kv_option("kv_swa_type", value); }));
+        options.push_back(
+            option("--kv-scale-group", "N", "channels of a folded row that share a scale: 16, 32, 64 (default: 16)",
+                   "LLAMA_ARG_KV_SCALE_GROUP",
+                   [](common_params &, const std::string & value) { kvfold::set_kv_option("kv_scale_group", value); }));
         options.push_back(option(
             "--kv-lookup", "SHARE", "fp4_csa2: share of the groups that decoding reads, or MIN,MAX (default: 0.2)",
             "LLAMA_ARG_KV_LOOKUP",

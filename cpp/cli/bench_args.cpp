@@ -18,6 +18,7 @@ bool kvfold_bench_arg(int argc, char ** argv, int & i, std::vector<ggml_type> & 
         {"--kv-tail", "kv_tail"},
         {"--kv-sinks", "kv_sinks"},
         {"--kv-swa-type", "kv_swa_type"},
+        {"--kv-scale-group", "kv_scale_group"},
         {"--kv-lookup", "kv_lookup"},
         {"--kv-threshold", "kv_threshold"},
         {"--kv-min-tokens", "kv_min_tokens"},

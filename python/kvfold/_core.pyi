@@ -18,9 +18,10 @@ def build_info() -> dict[str, Any]:
 def scope_push(settings: dict[str, Any]) -> None:
     """Use these settings for contexts created by this thread until ``scope_pop``.
 
-    Keys: ``kv_type`` (str), ``group``, ``tail``, ``sinks`` (int), ``swa_type`` (str), and for look-ups ``lookup``
-    ("0.1,0.2"), ``threshold``, ``min_tokens``, ``max_tokens``, ``min_context``, ``layers``, ``calibration``,
-    ``hierarchical`` (str), ``span_pool``, for evictions ``keep`` and ``score`` (str). Raises ``ValueError``.
+    Keys: ``kv_type`` (str), ``group``, ``tail``, ``sinks`` (int), ``swa_type`` (str), ``scale_group`` (int), and for
+    look-ups ``lookup`` ("0.1,0.2"), ``threshold``, ``min_tokens``, ``max_tokens``, ``min_context``, ``layers``,
+    ``calibration``, ``hierarchical`` (str), ``span_pool``, for evictions ``keep`` and ``score`` (str). Raises
+    ``ValueError``.
     """
 
 def scope_pop() -> None:
@@ -44,8 +45,8 @@ def model_fingerprint(model: int) -> int:
 def context_stats(ctx: int) -> dict[str, Any] | None:
     """What the cache of the ``llama_context`` at this address holds; ``None`` if it is not a kvfold cache.
 
-    Keys: ``kv_type``, ``group``, ``tail``, ``sinks``, ``swa_type``, ``bytes``, ``f16_bytes``, ``near_bytes``,
-    ``far_bytes``, ``side_bytes``, ``swa_bytes``, ``n_cells``, ``tokens``, ``near_tokens``,
+    Keys: ``kv_type``, ``group``, ``tail``, ``sinks``, ``swa_type``, ``scale_group``, ``bytes``, ``f16_bytes``,
+    ``near_bytes``, ``far_bytes``, ``side_bytes``, ``swa_bytes``, ``n_cells``, ``tokens``, ``near_tokens``,
     ``folded_tokens``, ``folds``, ``backend``, ``lookup_visible``, ``lookup_read``, ``lookup_share``, ``lookup_steps``,
     ``dense_fallbacks``; with look-up also its settings.
     """
@@ -57,10 +58,10 @@ def memory_breakdown(ctx: int) -> list[dict[str, Any]]:
     and scratch (``compute``). Of a model loaded with ``no_alloc``: what would be allocated.
     """
 
-def fp4_encode(x: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
-    """FP4 rows of f32 rows; the last axis is a multiple of 64 channels."""
+def fp4_encode(x: npt.NDArray[np.float32], *, scale_group: int = 16) -> npt.NDArray[np.uint8]:
+    """FP4 rows of f32 rows, a scale for every 16, 32 or 64 channels; the last axis is a multiple of 64 channels."""
 
-def fp4_decode(data: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
+def fp4_decode(data: npt.NDArray[np.uint8], *, scale_group: int = 16) -> npt.NDArray[np.float32]:
     """The f32 rows that FP4 rows stand for."""
 
 def fp4_scales() -> npt.NDArray[np.float32]:

@@ -46,11 +46,13 @@ FOLDED_GGML_TYPE = 40
 #: Cache types of sliding-window layers: never below 8 bits.
 SWA_TYPES = ("f16", "q8_0")
 
+#: Channels of a folded row that share a scale; the first is the default.
+SCALE_GROUPS = (16, 32, 64)
+
 #: Names that belong to the design but that this version cannot honour.
 LATER_SETTINGS = (
     "kv_mode",
     "kv_tier",
-    "kv_scale_group",
 )
 
 #: ``llama_cpp.Llama`` arguments that start with ``kv_`` and are none of ours.
@@ -194,6 +196,7 @@ class KvConfig:
         tail: most recent tokens kept exact, at least 1 (``kv_tail``).
         sinks: first tokens of a sequence kept exact, 0 or more (``kv_sinks``).
         swa_type: type of sliding-window layers, ``f16`` or ``q8_0`` (``kv_swa_type``).
+        scale_group: channels of a folded row that share a scale: 16, 32 or 64 (``kv_scale_group``).
         lookup: ``fp4_csa2...``: share of the folded groups that decoding reads, one number or smallest and largest
             (``kv_lookup``); 1 reads everything.
         threshold: share of the estimated attention that may stay unread between those (``kv_threshold``).
@@ -222,6 +225,7 @@ class KvConfig:
     tail: int | None = None
     sinks: int | None = None
     swa_type: str | None = None
+    scale_group: int | None = None
     lookup: float | tuple[float, float] | None = None
     threshold: float | None = None
     min_tokens: int | None = None
@@ -253,6 +257,10 @@ class KvConfig:
             raise ValueError(
                 f"kv_swa_type={swa_type!r}: sliding-window layers take {_choices(SWA_TYPES)} (at least 8 bits)"
             )
+        scale_group = SCALE_GROUPS[0] if self.scale_group is None else self.scale_group
+        if isinstance(scale_group, bool) or scale_group not in SCALE_GROUPS:
+            raise ValueError(f"kv_scale_group={scale_group!r}: must be {_choices(SCALE_GROUPS)} channels")
+        self._set("scale_group", operator.index(scale_group))
         self._set("group", operator.index(group))
         self._set("tail", _whole_number("kv_tail", tail, 1, what="tokens"))
         self._set("sinks", _whole_number("kv_sinks", sinks, 0, what="tokens"))
@@ -260,7 +268,7 @@ class KvConfig:
         if kv_type in LOOKUP_TYPES:
             self._set_lookup()
         else:
-            self._refuse_idle_settings("kv_type group tail sinks swa_type", LOOKUP_TYPES)
+            self._refuse_idle_settings("kv_type group tail sinks swa_type scale_group", LOOKUP_TYPES)
         if kv_type in EVICTING_TYPES:
             keep = DEFAULT_KEEP if self.keep is None else self.keep
             self._set("keep", _share("kv_keep", keep, above_zero=True))
@@ -478,6 +486,7 @@ _FIELD_OF_SETTING = {
     "kv_tail": "tail",
     "kv_sinks": "sinks",
     "kv_swa_type": "swa_type",
+    "kv_scale_group": "scale_group",
     "kv_lookup": "lookup",
     "kv_threshold": "threshold",
     "kv_min_tokens": "min_tokens",

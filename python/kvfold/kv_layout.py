@@ -25,8 +25,10 @@ _BLOCKS: dict[str, tuple[int, int]] = {
     "q5_0": (32, 22),
     "q5_1": (32, 24),
 }
-#: A folded row: 64 values in 4 scales and 32 bytes.
-_FOLDED_BLOCK = (64, 36)
+#: Values and bytes of one block of a summary: 64 values in 32 bytes, and a scale for every 16.
+_SUMMARY_BLOCK = (64, 36)
+#: Those of ggml's quantised types. (Rows with a scale for 32 or 64 channels are plain bytes to it.)
+_PADDED_BLOCKS = {_SUMMARY_BLOCK, *(block for block in _BLOCKS.values() if block[0] > 1)}
 
 # llama.cpp rounds contexts and window caches up to this many cells.
 _CELL_PADDING = 256
@@ -105,6 +107,11 @@ class CacheSize:
         return self.far + self.side + self.near + self.window + self.padding
 
 
+def row_block(config: KvConfig) -> tuple[int, int]:
+    """Values and bytes of one block of the rows of the layers that keep the whole context."""
+    return (64, 32 + 64 // int(config.scale_group or 16)) if config.folds else _BLOCKS[config.kv_type]
+
+
 def _round_up(value: int, step: int) -> int:
     return -(-value // step) * step
 
@@ -119,7 +126,7 @@ def _tensor_bytes(block: tuple[int, int], values: int, rows: int, rules: BufferR
     """Bytes of the rows, and bytes allocated for them."""
     size = _row_bytes(block, values) * rows
     extra = 0
-    if rules.row_padding and block[0] > 1 and values % rules.row_padding:
+    if rules.row_padding and block in _PADDED_BLOCKS and values % rules.row_padding:
         extra = _row_bytes(block, rules.row_padding - values % rules.row_padding)
     return size, _round_up(size + extra, rules.alignment)
 
@@ -175,7 +182,7 @@ def cache_size(
             sizes.add("window", layer, _BLOCKS[str(kept)], cells)
             sizes.f16 += 2 * layer.n_head_kv * (layer.head_k + layer.head_v) * (cells if config.folds else room)
             continue
-        sizes.add("far", layer, _FOLDED_BLOCK if config.folds else _BLOCKS[config.kv_type], n_cells)
+        sizes.add("far", layer, row_block(config), n_cells)
         sizes.f16 += 2 * layer.n_head_kv * (layer.head_k + layer.head_v) * tokens
         if config.folds:
             sizes.add_tier(layer, n_cells // group, spans, near_rows)
@@ -205,7 +212,7 @@ class _Sum:
     def add_tier(self, layer: CacheLayer, groups: int, spans: int, near_rows: int) -> None:
         """One tensor: what groups have, counters, the number of the last plan, what spans have; then the exact rows."""
         width = layer.n_head_kv * layer.head_k
-        summary = _row_bytes(_FOLDED_BLOCK, width) + 2 * layer.n_head_kv  # with its spreads
+        summary = _row_bytes(_SUMMARY_BLOCK, width) + 2 * layer.n_head_kv  # with its spreads
         side = _round_up(groups * summary, 8) + 2 * 8 + 4
         if spans:
             side = _round_up(side, 16) + spans * summary
@@ -252,7 +259,7 @@ def bytes_per_token(layers: list[CacheLayer], config: KvConfig, n_ctx: int) -> f
     A context of ``n_ctx`` tokens decides whether spans have summaries.
     """
     if not config.folds:
-        block = _BLOCKS[config.kv_type]
+        block = row_block(config)
         return sum(_row_bytes(block, y.n_head_kv * c) for y in layers if not y.window for c in (y.head_k, y.head_v))
     total = 0.0
     summaries = 1 / int(config.group or 1)  # of a token
@@ -260,8 +267,9 @@ def bytes_per_token(layers: list[CacheLayer], config: KvConfig, n_ctx: int) -> f
         summaries += 1 / SPAN_TOKENS
     for layer in layers:
         if not layer.window:
-            row = _row_bytes(_FOLDED_BLOCK, layer.n_head_kv * layer.head_k)
-            total += 2 * row + (row + 2 * layer.n_head_kv) * summaries
+            width = layer.n_head_kv * layer.head_k
+            summary = _row_bytes(_SUMMARY_BLOCK, width) + 2 * layer.n_head_kv
+            total += 2 * _row_bytes(row_block(config), width) + summary * summaries
     return total * min(1.0, 1.0 if config.keep is None else config.keep)
 
 

@@ -65,7 +65,7 @@ def _kv_cache(table: Mapping[str, Any], found: dict[str, Any]) -> None:
         if name == "global_kv_dtype":
             _one_of(path, value, {"fp4_e2m1": "fp4"})
         elif name == "global_kv_scale":
-            _one_of(path, value, {"e4m3_per_16_channel": ""})
+            found["kv_scale_group"] = int(_one_of(path, value, {f"e4m3_per_{n}_channel": str(n) for n in (16, 32, 64)}))
         elif name == "swa_kv_dtype":
             found["kv_swa_type"] = _one_of(path, value, {"f16": "f16", "q8_0": "q8_0"})
         elif name == "swa_window_size":

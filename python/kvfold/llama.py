@@ -119,6 +119,8 @@ class Llama(llama_cpp.Llama):
         kv_tail: most recent tokens that stay exact, default 128.
         kv_sinks: first tokens that stay exact, default 4.
         kv_swa_type: type of sliding-window layers, ``f16`` (default) or ``q8_0``.
+        kv_scale_group: channels of a folded row that share a scale, default 16; 32 and 64 make it smaller and
+            less exact.
         kv_lookup: ``fp4_csa2...``: share of the folded groups that decoding reads in long contexts, one number or
             ``(smallest, largest)``, default 0.2; 1 reads everything.
         kv_threshold: share of the estimated attention that may stay unread between those, default 0.1.
@@ -167,6 +169,7 @@ class Llama(llama_cpp.Llama):
         kv_tail: int | None = None,
         kv_sinks: int | None = None,
         kv_swa_type: str | None = None,
+        kv_scale_group: int | None = None,
         kv_lookup: float | tuple[float, float] | None = None,
         kv_threshold: float | None = None,
         kv_min_tokens: int | None = None,
@@ -205,6 +208,7 @@ class Llama(llama_cpp.Llama):
             "kv_tail": kv_tail,
             "kv_sinks": kv_sinks,
             "kv_swa_type": kv_swa_type,
+            "kv_scale_group": kv_scale_group,
             "kv_lookup": kv_lookup,
             "kv_threshold": kv_threshold,
             "kv_min_tokens": kv_min_tokens,

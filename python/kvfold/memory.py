@@ -11,7 +11,7 @@ from .threads import cgroup_directories
 
 # Bits per value that a cache type takes at the very least, everything else left out.
 _LEAST_BITS = {"f32": 32.0, "f16": 16.0, "bf16": 16.0, "q8_0": 8.5, "q5_1": 6.0, "q5_0": 5.5, "q4_1": 5.0}
-_FOLDED_BITS = 4.5
+_FOLDED_BITS = 4.125  # with the largest kv_scale_group
 
 
 def usable_memory() -> int | None:

@@ -48,6 +48,7 @@ def test_flash_attention_off(tiny_path, config: str) -> None:
     ("fp4", {"group": 64}, ["group", "64", "32"]),
     ("fp4", {"group": -4}, ["group", "-4"]),
     ("fp4", {"swa_type": "q4_0"}, ["swa", "q4_0", "q8_0"]),
+    ("fp4", {"scale_group": 24}, ["kv_scale_group", "24", "16, 32 or 64"]),
     ("fp4", {"tial": 64}, ["tial"]),
 ])  # fmt: skip
 def test_settings_that_make_no_sense(tiny_path, kv_type: str, settings: dict[str, Any], words: list[str]) -> None:

@@ -12,9 +12,10 @@ from probe import probe, resident_bytes
 
 @pytest.mark.parametrize("config", FOLDED)
 @pytest.mark.parametrize("name", ["llama-64-mha", "llama-64-gqa3", "llama-128-gqa4", "llama-256-gqa2"])
-def test_parts_add_up(open_context, config: str, name: str) -> None:
+@pytest.mark.parametrize(("scale_group", "block"), [(16, 36), (32, 34), (64, 33)])
+def test_parts_add_up(open_context, config: str, name: str, scale_group: int, block: int) -> None:
     """The sum of the parts, each of which can be computed from the documentation."""
-    context = open_context(config, name, n_seq=2)
+    context = open_context(config, name, n_seq=2, settings={"scale_group": scale_group})
     s = context.stats()
     head_dim, kv_heads = {"llama-64-mha": (64, 4), "llama-64-gqa3": (64, 3), "llama-128-gqa4": (128, 2)}.get(
         name, (256, 2)
@@ -22,7 +23,8 @@ def test_parts_add_up(open_context, config: str, name: str) -> None:
     layers, width, groups = 2, head_dim * kv_heads, s["n_cells"] // s["group"]
     assert s["n_cells"] % s["group"] == 0
     assert 768 <= s["n_cells"] <= 768 + 6 * s["group"]
-    assert s["far_bytes"] == layers * 2 * s["n_cells"] * width // 64 * 36
+    assert s["scale_group"] == scale_group
+    assert s["far_bytes"] == layers * 2 * s["n_cells"] * width // 64 * block
     side = groups * width // 64 * 36 + groups * kv_heads * 2
     exact = layers * (-(-side // 8) * 8 + 2 * 8 + 4)  # two counters and a number behind them
     assert exact <= s["side_bytes"] < exact + layers * 128  # exact rows begin at a multiple of 128 bytes

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from contract import CONFIGS, FOLDED, text
-from harness import Context, kld
+from harness import Context, kld, take_log
 
 #: Divergence of two runs that read the same rows from different cells. Sums are rounded in another order, and a
 #: rounding may flip a 4-bit code at a later fold; an f16 cache, whose order changes too, shows 2.4e-6. A wrong row
@@ -34,6 +34,33 @@ def test_sequence_state_restores_to_the_bit(open_context, config: str, name: str
     assert other.set_seq_state(state) == len(state)
     assert other.pos_max() == LENGTH - 1
     assert np.array_equal(expected, other.feed(TOKENS[LENGTH:], chunk=1))
+
+
+@pytest.mark.parametrize("config", FOLDED)
+@pytest.mark.parametrize("name", ["llama-64-gqa3", "gemma3-256-iswa"])
+@pytest.mark.parametrize("scale_group", [32, 64])
+def test_rows_with_fewer_scales_restore_to_the_bit(open_context, config: str, name: str, scale_group: int) -> None:
+    """Alone, and into cells that lie elsewhere beside another sequence, in a context of another size."""
+    settings = {"scale_group": scale_group}
+    context = filled(open_context, config, name=name, n_seq=2, settings=settings)
+    state = context.seq_state()
+    expected = context.feed(TOKENS[LENGTH:], chunk=1)
+    other = open_context(config, name=name, n_seq=2, settings=settings)
+    assert other.set_seq_state(state) == len(state)
+    assert np.array_equal(expected, other.feed(TOKENS[LENGTH:], chunk=1))
+    beside = open_context(config, name=name, n_seq=2, n_ctx=1024, settings=settings)
+    beside.feed(text(3, 90), seq=1, chunk=9)
+    assert beside.set_seq_state(state, 0) == len(state)
+    assert kld(expected, beside.feed(TOKENS[LENGTH:], seq=0, chunk=1)) <= SAME_ROWS
+
+
+@pytest.mark.parametrize(("saved", "own"), [(16, 32), (64, 16), (64, 32)])
+def test_other_scale_groups_are_named(open_context, saved: int, own: int) -> None:
+    state = filled(open_context, "fp4", settings={"scale_group": saved}).seq_state()
+    context = open_context("fp4", settings={"scale_group": own})
+    take_log()
+    assert context.set_seq_state(state) == 0
+    assert f"kv_scale_group {saved}; this context has {own}" in take_log()
 
 
 @pytest.mark.parametrize("config", CONFIGS)
@@ -180,6 +207,7 @@ def test_states_of_other_caches_are_refused(open_context, expected_next, config:
     donors = {
         "type": filled(open_context, other_type, settings={"group": group}),
         "group": filled(open_context, config, settings={"group": group // 2}),
+        "scale group": filled(open_context, config, settings={"group": group, "scale_group": 32}),
         "f16": filled(open_context, "f16"),
         "head count": filled(open_context, config, name="llama-64-gqa4"),
         "weights": filled(open_context, config, name="llama-64-mha-2"),

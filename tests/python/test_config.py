@@ -30,6 +30,7 @@ def test_defaults(kv_type: str, group: int) -> None:
         "kv_tail": 128,
         "kv_sinks": 4,
         "kv_swa_type": "f16",
+        "kv_scale_group": 16,
         **(look_up if kv_type == "fp4_csa2" else {}),
     }
 
@@ -77,6 +78,10 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
     ({"kv_type": "fp4_csa2", "kv_group": 0}, ["kv_group", "0", "2, 4, 8, 16"]),
     ({"kv_type": "fp4_csa2", "kv_group": True}, ["kv_group", "True"]),
     ({"kv_type": "fp4", "kv_swa_type": "q4_0"}, ["kv_swa_type", "'q4_0'", "f16, q8_0"]),
+    ({"kv_type": "fp4", "kv_scale_group": 8}, ["kv_scale_group", "8", "16, 32, 64"]),
+    ({"kv_type": "fp4", "kv_scale_group": 48}, ["kv_scale_group", "48", "16, 32, 64"]),
+    ({"kv_type": "fp4", "kv_scale_group": "x"}, ["kv_scale_group", "'x'", "16, 32, 64"]),
+    ({"kv_type": "q8_0", "kv_scale_group": 32}, ["kv_scale_group", "32", "no effect"]),
     ({"kv_type": "q8_0", "kv_tail": 64}, ["kv_tail", "64", "q8_0", "fp4"]),
     ({"kv_group": 4}, ["kv_group", "4", "fp4"]),
     ({"kv_type": "fp4", "kv_lookup": 0.1}, ["kv_lookup", "0.1", "no effect", "fp4_csa2"]),

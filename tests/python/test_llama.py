@@ -68,10 +68,11 @@ def test_upstream_sizes_are_those_announced(make_llm: Callable[..., Any], talkin
 
 
 def test_settings_reach_the_runtime(make_llm: Callable[..., Any], talking_tiny: Path, tmp_path: Path) -> None:
-    expected = {"kv_type": "fp4_csa2", "group": 8, "tail": 64, "sinks": 2, "swa_type": "q8_0"}
-    config = KvConfig("fp4_csa2", group=8, tail=64, sinks=2, swa_type="q8_0")
+    settings = {"group": 8, "tail": 64, "sinks": 2, "swa_type": "q8_0", "scale_group": 32}
+    expected = {"kv_type": "fp4_csa2", **settings}
+    config = KvConfig("fp4_csa2", group=8, tail=64, sinks=2, swa_type="q8_0", scale_group=32)
     path = tmp_path / "kv.toml"
-    path.write_text('type = "fp4_csa2"\ngroup = 8\ntail = 64\nsinks = 4\nswa_type = "q8_0"\n')
+    path.write_text('type = "fp4_csa2"\ngroup = 8\ntail = 64\nsinks = 4\nswa_type = "q8_0"\nscale_group = 32\n')
     for llm in (
         make_llm(talking_tiny, **config.to_dict()),
         make_llm(talking_tiny, kv=config),

@@ -28,6 +28,8 @@ CONFIGS = {
     "half": KvConfig("fp4_csa2_ced", keep=0.5, tail=30, score="recent"),
     "sampled": KvConfig("fp4_csa2_ced", keep=0.5, tail=30, score="snapkv+entropy"),
     "odd": KvConfig("fp4", group=8, tail=7, sinks=0, swa_type="q8_0"),
+    "scales of 32": KvConfig("fp4_csa2", scale_group=32),
+    "scales of 64": KvConfig("fp4", scale_group=64, swa_type="q8_0"),
     "f16": KvConfig("f16"),
     "q4_0": KvConfig("q4_0"),
 }
@@ -81,17 +83,22 @@ def test_the_header_tells_what_the_runtime_lays_out(core: object, tiny_path: Cal
 
 
 @pytest.mark.parametrize("model", ["smollm2", "gemma3", "llama-128-gqa4", "gemma3-256-iswa"])
-@pytest.mark.parametrize("kv_type", ["fp4_csa2", "q8_0"])
+@pytest.mark.parametrize(
+    "config",
+    [KvConfig("fp4_csa2"), KvConfig("fp4", scale_group=64), KvConfig("q8_0")],
+    ids=["fp4_csa2", "scales of 64", "q8_0"],
+)
 def test_the_plan_is_what_gets_allocated(
-    model: str, kv_type: str, request: pytest.FixtureRequest, tiny_path: Callable[[str], Path], make_llm: Any
+    model: str, config: KvConfig, request: pytest.FixtureRequest, tiny_path: Callable[[str], Path], make_llm: Any
 ) -> None:
     from kvfold.dry_run import measure
     from kvfold.plan import Wishes, make_plan
 
     real = model in ("smollm2", "gemma3")
     path = request.getfixturevalue(f"{model}_path") if real else tiny_path(model)
-    plan = make_plan(path, Wishes(config=KvConfig(kv_type), n_ctx=2048), ram=LARGE, compare=False).to_dict()
+    plan = make_plan(path, Wishes(config=config, n_ctx=2048), ram=LARGE, compare=False).to_dict()
     llm = make_llm(path, **plan["arguments"])
+    assert llm.kv_config == config
     assert plan["kv"]["bytes"] == llm.kv.bytes
     allocated = measure(request.getfixturevalue("core"), llm._ctx.ctx).total()
     # Weights that are mapped from the file include what lies between the tensors.
@@ -128,13 +135,13 @@ def test_gpu_allocations(name: str, tiny_path: Callable[[str], Path], core: obje
 
     if not gpus():
         pytest.skip("no GPU, or a build without support for it")
-    for kv_type in ("fp4", "fp4_csa2", "q8_0"):
-        settings = Settings(KvConfig(kv_type), 4096, -1, windows=True)
+    for config in (KvConfig("fp4"), KvConfig("fp4_csa2"), KvConfig("fp4", scale_group=64), KvConfig("q8_0")):
+        settings = Settings(config, 4096, -1, windows=True)
         with Planner(tiny_path(name)) as planner:
             need = planner.need(settings)
             computed = planner.computed(settings, CUDA_BUFFERS)
         flags = {"swa_full": False, "flash_attn": True}
-        llm = make_llm(tiny_path(name), n_ctx=4096, n_gpu_layers=-1, kv_type=kv_type, **flags)
+        llm = make_llm(tiny_path(name), n_ctx=4096, n_gpu_layers=-1, kv=config, **flags)
         allocated = measure(core, llm._ctx.ctx)
         assert need.kv_bytes == llm.kv.bytes == computed.bytes
         assert need.gpu.kv == allocated.total("context", host=False)

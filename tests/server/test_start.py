@@ -106,6 +106,7 @@ def fails(*arguments: str) -> str:
         (["--kv-type", "fp4_csa2_ced", "--kv-score", "reconstruct"], ["kv_score", "reconstruct", "keydiff"]),
         (["--kv-type", "fp4_csa2", "--kv-keep", "0.5"], ["kv_keep", "fp4_csa2_ced"]),
         (["--kv-type", "fp4", "--kv-swa-type", "q4_0"], ["swa", "q4_0"]),
+        (["--kv-type", "fp4", "--kv-scale-group", "24"], ["kv_scale_group", "24", "16, 32 or 64"]),
         (["--kv-type", "fp4", "-fa", "off"], ["flash"]),
     ],
     ids=lambda v: " ".join(v),

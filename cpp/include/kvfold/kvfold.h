@@ -79,6 +79,7 @@ struct kvfold_config {
     int32_t              tail;  /* most recent tokens of a sequence that stay exact, >= 1 */
     int32_t              sinks; /* first tokens of a sequence that stay exact, >= 0 */
     enum kvfold_swa_type swa_type;
+    int32_t              scale_group; /* channels of a folded row that share a scale: 16, 32, 64; 0: 16 */
 
     /* Look-up (fp4_csa2): in long contexts, decoding reads those groups of the far tier that matter, not all. */
     float   lookup_min;  /* share of the groups that is read at least, 0 .. 1; lookup_max 0: both at their defaults */
@@ -155,8 +156,8 @@ KVFOLD_API const char * kvfold_score_name(uint32_t score);
 KVFOLD_API struct kvfold_config kvfold_config_default(enum kvfold_type type);
 
 /* Sets one field from text. Keys, all also with "kv_" before: "type", "group", "tail", "sinks", "swa_type",
- * "lookup" ("0.2" or "0.1,0.2"), "threshold", "min_tokens", "max_tokens", "min_context", "layers", "alignment" ("true" or
- * "false"), "calibration" (path of a file of `kvfold calibrate`, which is read at once), "hierarchical" ("auto", "on" or
+ * "scale_group", "lookup" ("0.2" or "0.1,0.2"), "threshold", "min_tokens", "max_tokens", "min_context", "layers", "alignment"
+ * ("true" or "false"), "calibration" (path of a file of `kvfold calibrate`, which is read at once), "hierarchical" ("auto", "on" or
  * "off"), "span_pool", "keep", "score" ("keydiff+attn").
  *
  * "layers" is "auto", or a list of modes for the layers that keep the whole context, such as "dense*2,full*10,reuse":

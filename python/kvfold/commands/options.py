@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
-from ..config import DEFAULT_SCORE, GROUPS, SCORES, SWA_TYPES, KvConfig, kv_type_names, setting_names
+from ..config import DEFAULT_SCORE, GROUPS, SCALE_GROUPS, SCORES, SWA_TYPES, KvConfig, kv_type_names, setting_names
 from ..models import MODELS
 from ..units import parse_count, parse_size
 
@@ -63,6 +63,13 @@ def add_kv_options(parser: argparse.ArgumentParser, default: str | None) -> None
     group.add_argument("--kv-tail", type=int, metavar="N", help="most recent tokens kept exact (default: 128)")
     group.add_argument("--kv-sinks", type=int, metavar="N", help="first tokens kept exact (default: 4)")
     group.add_argument("--kv-swa-type", metavar="TYPE", help=f"sliding-window layers: {', '.join(SWA_TYPES)}")
+    group.add_argument(
+        "--kv-scale-group",
+        type=int,
+        metavar="N",
+        help=f"channels of a folded row that share a scale: {', '.join(map(str, SCALE_GROUPS))} "
+        f"(default: {SCALE_GROUPS[0]})",
+    )
     group.add_argument(
         "--kv-lookup",
         metavar="SHARE",
