@@ -72,6 +72,12 @@ def test_layers_in_groups() -> None:
     assert modes == ["window"] * 2 + FULL_THEN_REUSE * 3 + decoder and len(modes) == 40
 
 
+@pytest.mark.parametrize("channels", [16, 32, 64])
+def test_channels_a_scale(channels: int) -> None:
+    table = {**EXAMPLE["kv_cache"], "global_kv_scale": f"e4m3_per_{channels}_channel"}
+    assert KvConfig.from_mapping({**EXAMPLE, "kv_cache": table}).scale_group == channels
+
+
 def test_files(tmp_path: Path) -> None:
     toml, other = tmp_path / "kv.toml", tmp_path / "kv.json"
     toml.write_text(TOML)
