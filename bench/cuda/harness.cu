@@ -2,11 +2,11 @@
 //
 // usage: harness [check] [quick] [time] [profile] ...
 //   check    every operation over many shapes, against a double-precision reference (attention), byte by byte (fold, store), or
-//            against the CPU's (check-lookup: look-up alone; check-score: scores and query statistics alone); then the quick ones
-//            with far rows that have a scale for 32 or 64 channels (check-32, check-64: all of it with those)
+//            against the CPU's (check-lookup: look-up alone; check-score: scores and query statistics alone; check-sampled: scores from
+//            kept queries; check-receive: what a second reading asks); then the quick ones with far rows that have a scale for 32 or 64 channels (check-32, check-64: all of it with those)
 //   quick    the same over few shapes, for compute-sanitizer
 //   time     decode, fold, prefill over depths; the far rows of a layer are random, layers rotate so that caches do not help
-//            (time-decode, time-lookup, time-fold, time-score, time-prefill: one of them; time-scales: a few of each with a scale
+//            (time-decode, time-lookup, time-fold, time-score, time-sampled, time-prefill: one of them, prefill with the second reading; time-scales: a few of each with a scale
 //            for 16, 32 and 64 channels)
 //   profile  a few decode launches at 64K for a profiler; profile-short: at 256; profile-lookup: look-ups at 64K
 // Exit status 1 when a check failed.
@@ -110,11 +110,14 @@ void parallel_for(int n, const std::function<void(int)> & f) {
     }
 }
 
-// An operation of the CPU, on one thread.
+// An operation of the CPU.
 template <typename Args>
-void on_host(size_t (*scratch)(const Args &, int), void (*op)(const Args &, const Threads &), const Args & args) {
-    run_on_threads(1, scratch(args, 1), [&](const Threads & t) { op(args, t); });
+void on_host(size_t (*scratch)(const Args &, int), void (*op)(const Args &, const Threads &), const Args & args,
+             int n_threads = 1) {
+    run_on_threads(n_threads, scratch(args, n_threads), [&](const Threads & t) { op(args, t); });
 }
+
+constexpr int kHostThreads = 8;
 
 // --- a layer on the host and on the device ---------------------------------------------------------------------------
 
@@ -1019,19 +1022,18 @@ struct ScoreCase {
     bool        before, in_place;
 };
 
-void check_score(Rng & rng, const ScoreCase & c, const CudaDevice & device) {
-    const int             n_head = c.n_head_kv * c.gqa;
-    Layer                 l      = random_layer(rng, c.n_head_kv, c.dim, c.group, c.n_kv, 1, 1);
-    std::vector<uint32_t> far((c.n_kv + 31) / 32, 0);
-    const size_t          row_blocks = size_t(c.n_head_kv) * l.blocks();
-    std::vector<char>     group_used(l.n_cells / c.group, 0);
+// Far bits of a layer; rows of other cells are poisoned. holes: none, cells, tiles
+std::vector<uint32_t> far_with_holes(Rng & rng, Layer & l, int n_kv, const std::string & holes) {
+    std::vector<uint32_t> far((n_kv + 31) / 32, 0);
+    const size_t          row_blocks = size_t(l.n_head_kv) * l.blocks();
+    std::vector<char>     group_used(l.n_cells / l.group, 0);
     for (int i = 0; i < l.n_cells; ++i) {
-        const bool hole = c.holes == "cells"   ? uniform(rng, 0, 2) == 0
-                          : c.holes == "tiles" ? i / 40 % 3 == 1 || uniform(rng, 0, 19) == 0
-                                               : false;
-        if (i < c.n_kv && !hole) {
+        const bool hole = holes == "cells"   ? uniform(rng, 0, 2) == 0
+                          : holes == "tiles" ? i / 40 % 3 == 1 || uniform(rng, 0, 19) == 0
+                                             : false;
+        if (i < n_kv && !hole) {
             far[i / 32] |= 1u << (i % 32);
-            group_used[i / c.group] = 1;
+            group_used[i / l.group] = 1;
         } else {  // nobody may look
             l.poison(i);
         }
@@ -1041,8 +1043,15 @@ void check_score(Rng & rng, const ScoreCase & c, const CudaDevice & device) {
             std::memset(&l.side[g * row_blocks * sizeof(Fp4Block)], 0xFF, row_blocks * sizeof(Fp4Block));
         }
     }
-    const std::vector<float> queries = random_statistics(rng, n_head, c.dim, c.queries == "unseen" ? 0.0f : 50.0f);
-    std::vector<float>       before(size_t(kScoreKinds) * c.n_kv), want(before.size());
+    return far;
+}
+
+void check_score(Rng & rng, const ScoreCase & c, const CudaDevice & device) {
+    const int                   n_head  = c.n_head_kv * c.gqa;
+    Layer                       l       = random_layer(rng, c.n_head_kv, c.dim, c.group, c.n_kv, 1, 1);
+    const std::vector<uint32_t> far     = far_with_holes(rng, l, c.n_kv, c.holes);
+    const std::vector<float>    queries = random_statistics(rng, n_head, c.dim, c.queries == "unseen" ? 0.0f : 50.0f);
+    std::vector<float>          before(size_t(kScoreKinds) * c.n_kv), want(before.size());
     for (float & x : before) {
         x = normal(rng);
     }
@@ -1158,6 +1167,287 @@ void check_score_all(bool quick, const CudaDevice & device) {
         }
     }
     check_observe(rng, 64, 2, 1, 64, 300);  // more layers than a launch carries
+}
+
+// --- scores from kept queries ----------------------------------------------------------------------------------------
+
+// Micro-batches of `steps` queries in turn, for layers with both rules.
+void check_sample(Rng & rng, int dim, int n_head, const std::vector<int> & steps, int rotation, int n_layers) {
+    std::vector<std::vector<uint16_t>> want;
+    std::vector<DeviceArray<uint16_t>> got;
+    const auto rule_of = [](int layer) { return layer % 2 == 0 ? kWindowQueries : kLastQueries; };
+    for (int i = 0; i < n_layers; ++i) {
+        want.emplace_back(size_t(1 + rule_of(i).rows) * n_head * dim, 0);
+        got.emplace_back(want.back());
+    }
+    for (int n_q : steps) {
+        const int64_t      head_stride = dim + 4 * uniform(rng, 0, 1), query_stride = n_head * head_stride + 8;
+        std::vector<float> q(size_t(n_q * query_stride));
+        for (float & x : q) {
+            x = normal(rng);
+        }
+        const DeviceArray<float> q_d(q);
+        std::vector<SampleArgs>  layers;
+        for (int i = 0; i < n_layers; ++i) {
+            SampleArgs a{{q.data(), query_stride, head_stride, n_q, n_head, dim, rotation}, rule_of(i), want[i].data()};
+            kv_sample(a, {0, 1, nullptr, nullptr, nullptr, 0});
+            a.q = q_d.get(), a.samples = got[i].get();
+            layers.push_back(a);
+        }
+        kv_sample_cuda(layers, nullptr);
+        CHECK_CUDA(cudaGetLastError());
+        CHECK_CUDA(cudaDeviceSynchronize());
+    }
+    size_t bad = 0;
+    for (int i = 0; i < n_layers; ++i) {
+        bad += count_differences(got[i].download(), want[i]);
+    }
+    n_failed += bad != 0;
+    std::printf("%s sample head %3d heads %2d rotation %3d layers %3d, %zu micro-batches: wrong bytes %zu\n",
+                bad == 0 ? "ok  " : "FAIL", dim, n_head, rotation, n_layers, steps.size(), bad);
+}
+
+struct SampledCase {
+    int          dim, group, n_head_kv, gqa, n_kv;
+    SampledScore score;
+    std::string  holes;      // as for scores
+    int          seen;       // queries so far
+    bool         sequences;  // cells of several sequences in turns, with ages of their own
+    float        softcap;
+    bool         before, in_place;
+};
+
+// Keys are rounded to f16, which moves scores of attention by a few thousandths.
+constexpr double kSampledTolerance = 1e-2;
+
+// The largest difference, relative to a value or, where that is more, the mean of all.
+double relative_difference(const std::vector<float> & got, const std::vector<float> & want, double mean) {
+    double most = 0.0;
+    for (size_t i = 0; i < want.size(); ++i) {
+        const double e = std::fabs(double(got[i]) - want[i]), size = std::max(mean, std::fabs(double(want[i])));
+        most = !(e >= 0.0) ? INFINITY : e > 0.0 ? std::max(most, e / size) : most;
+    }
+    return most;
+}
+
+double mean_size(const std::vector<float> & x) {
+    double sum = 0.0;
+    for (float y : x) {
+        sum += std::fabs(double(y));
+    }
+    return sum / double(std::max<size_t>(1, x.size()));
+}
+
+void check_sampled(Rng & rng, const SampledCase & c, const CudaDevice & device) {
+    const int                   n_head = c.n_head_kv * c.gqa;
+    Layer                       l      = random_layer(rng, c.n_head_kv, c.dim, c.group, c.n_kv, 1, 1);
+    const std::vector<uint32_t> far    = far_with_holes(rng, l, c.n_kv, c.holes);
+    const SampleRule            rule   = sample_rule(c.score);
+    std::vector<int32_t>        age(c.n_kv);
+    for (int i = 0; i < c.n_kv; ++i) {
+        age[i] = c.sequences ? (c.n_kv - 1 - i) / 3 + 50 * (i / 16 % 3) : c.n_kv - 1 - i;
+    }
+    std::vector<uint16_t> samples(size_t(1 + rule.rows) * n_head * c.dim, 0x7E00);
+    for (int h = 0; h < n_head; ++h) {
+        const int64_t n = c.seen;
+        std::memcpy(&samples[size_t(h) * c.dim], &n, sizeof(n));
+    }
+    const size_t row = size_t(n_head) * c.dim;
+    for (int r = 0; r < std::min(rule.rows, (c.seen + rule.every - 1) / rule.every); ++r) {
+        for (size_t i = 0; i < row; ++i) {
+            samples[(1 + r) * row + i] = f16_encode(2.0f * normal(rng));
+        }
+    }
+    std::vector<float> before(c.n_kv), want(c.n_kv);
+    for (float & x : before) {
+        x = normal(rng);
+    }
+    SampledArgs host{};
+    host.mem = l.memory(), host.score = c.score, host.far_bits = far.data(), host.age = age.data(), host.n_kv = c.n_kv;
+    host.samples = samples.data(), host.n_head = n_head, host.scale = 1.0f / std::sqrt(float(c.dim));
+    host.softcap = c.softcap, host.scores = want.data();
+    on_host(kv_sampled_scratch, kv_sampled, host, kHostThreads);
+    const double mean = mean_size(want);
+    for (int i = 0; i < c.n_kv && c.before; ++i) {
+        want[i] += before[i];
+    }
+
+    DeviceLayer           d(l);
+    DeviceArray<uint32_t> far_d(far);
+    DeviceArray<int32_t>  age_d(age);
+    DeviceArray<uint16_t> samples_d(samples);
+    DeviceArray<float>    before_d(before), scores(std::vector<float>(want.size(), NAN));
+    SampledArgs           a = host;
+    a.mem = d.mem, a.far_bits = far_d.get(), a.age = age_d.get(), a.samples = samples_d.get();
+    a.before = c.before ? before_d.get() : nullptr;
+    a.scores = c.in_place ? before_d.get() : scores.get();
+    std::vector<float> got[2];
+    for (auto & scored : got) {  // twice: nothing may be left over, and sums are made in the same order
+        before_d.upload(before);
+        DeviceArray<uint8_t> scratch(std::vector<uint8_t>(kv_sampled_cuda_scratch(a, device), 0xFF));
+        kv_sampled_cuda(a, device, scratch.get(), nullptr);
+        CHECK_CUDA(cudaGetLastError());
+        CHECK_CUDA(cudaDeviceSynchronize());
+        scored = c.in_place ? before_d.download() : scores.download();
+    }
+    const double error = relative_difference(got[0], want, mean);
+    const bool   same  = std::memcmp(got[0].data(), got[1].data(), want.size() * sizeof(float)) == 0;
+    const bool   good  = error < kSampledTolerance && same;
+    n_failed += !good;
+    std::printf(
+        "%s sampled %-7s head %3d m %2d kv-heads %d gqa %2d n_kv %5d holes %-5s seen %5d sequences %d cap %2.0f "
+        "before %d in place %d, %3d multiprocessors: error %.1e (mean score %.2g)%s\n",
+        good ? "ok  " : "FAIL", c.score == SampledScore::last ? "last" : "windows", c.dim, c.group, c.n_head_kv, c.gqa,
+        c.n_kv, c.holes.c_str(), c.seen, c.sequences, c.softcap, c.before, c.in_place, device.n_sm, error, mean,
+        same ? "" : ", THE SECOND TIME ANOTHER RESULT");
+    std::fflush(stdout);
+}
+
+void check_sampled_all(bool quick, const CudaDevice & device) {
+    Rng rng(11);
+    for (int dim : {64, 128, 256}) {
+        check_sample(rng, dim, 5, {1, 1, 30, 1, 64, 2, 512}, 0, 4);
+        check_sample(rng, dim, 3, {16, 1, 7, 40, 100}, dim, 2);
+        check_sample(rng, dim, 8, {2000, 1, 1536, 1537}, 64, 2);
+    }
+    check_sample(rng, 64, 2, {1, 1}, 64, 300);  // more layers than a launch carries
+    std::vector<SampledCase> cases;
+    const char *             holes[]  = {"none", "cells", "tiles"};
+    const int                groups[] = {2, 4, 8, 16, 32}, seens[] = {0, 1, 20, 500, 1535, 5000, 70001};
+    for (SampledScore score : {SampledScore::last, SampledScore::windows}) {
+        for (int dim : {64, 128, 256}) {
+            for (int gqa : {1, 2, 3, 4, 7, 16}) {
+                for (const char * h : holes) {
+                    const int  n_kvs[] = {256, 1000, 2048, 3001};
+                    const bool before  = uniform(rng, 0, 1) == 0;
+                    cases.push_back({dim, groups[cases.size() % 5], uniform(rng, 1, 3), gqa,
+                                     n_kvs[uniform(rng, 0, quick ? 1 : 3)], score, h, seens[cases.size() % 7],
+                                     uniform(rng, 0, 2) == 0, gqa == 2 ? 30.0f : 0.0f, before,
+                                     before && uniform(rng, 0, 1) == 0});
+                }
+            }
+            for (int n_kv : {1, 31, 33, 64, 130}) {
+                cases.push_back({dim, n_kv == 33 ? 32 : 2, 2, 4, n_kv, score, n_kv > 1 ? "cells" : "none", 5000, false,
+                                 0.0f, false, false});
+            }
+        }
+        if (!quick) {
+            cases.push_back({128, 4, 8, 4, 20000, score, "tiles", 20000, false, 0.0f, true, true});
+        }
+    }
+    for (size_t i = 0; i < cases.size(); ++i) {
+        if (!quick || i % 16 == 5) {
+            // as many blocks as a smaller device would have
+            check_sampled(rng, cases[i], {i % 3 == 0 ? uniform(rng, 1, device.n_sm) : device.n_sm, device.arch});
+        }
+    }
+}
+
+// --- second readings -------------------------------------------------------------------------------------------------
+
+// kv_receive and kv_lose against the CPU's.
+void check_receive(Rng & rng, const Case & c) {
+    const int    n_head = c.n_head_kv * c.gqa;
+    Layer        l  = random_layer(rng, c.n_head_kv, c.dim, c.group, c.n_kv, 160, std::max(1, std::min(c.n_q, c.n_kv)));
+    const Inputs in = make_inputs(rng, c, l);
+    const CellLists lists = cell_lists(in.cell_src.data(), c.n_kv);
+
+    AttendArgs host{};
+    host.mem = l.memory(), host.cur = l.current(), host.n_kv = c.n_kv;
+    host.far_bits = lists.far_bits.data(), host.exact = lists.exact.data(), host.n_exact = int32_t(lists.exact.size());
+    host.q = in.q.data(), host.q_stride_query = int64_t(n_head) * c.dim, host.q_stride_head = c.dim;
+    host.n_q = c.n_q, host.n_head = n_head, host.mask = in.mask.empty() ? nullptr : in.mask.data();
+    host.mask_stride = in.mask_stride, host.sinks = in.sinks.empty() ? nullptr : in.sinks.data();
+    host.scale = 1.0f / std::sqrt(float(c.dim)), host.softcap = c.softcap;
+
+    DeviceLayer           d(l);
+    const DeviceCells     cells(in.cell_src, 5);
+    DeviceArray<uint16_t> mask(in.mask);
+    DeviceArray<float>    q(in.q), sinks(in.sinks);
+    AttendArgs            a = host;
+    a.mem = d.mem, a.cur = d.cur, a.q = q.get(), a.mask = in.mask.empty() ? nullptr : mask.get();
+    a.sinks = in.sinks.empty() ? nullptr : sinks.get();
+    cells.tell(a);
+
+    std::vector<float> received(size_t(c.n_head_kv) * l.n_cells, 0.0f);
+    for (float & x : received) {  // of parts before
+        x = uniform(rng, 0, 7) == 0 ? 0.01f * std::fabs(normal(rng)) : 0.0f;
+    }
+    DeviceArray<float> received_d(received);
+    on_host(kv_receive_scratch, kv_receive, ReceiveArgs{host, received.data()}, kHostThreads);
+    kv_receive_cuda({a, received_d.get()}, nullptr);
+
+    std::vector<uint32_t> dropped(lists.far_bits.size());
+    for (uint32_t & word : dropped) {
+        word = rng();
+    }
+    std::vector<Alignment>      sums(n_head, {3.0, 2.0, 1.0, 0.01});
+    const DeviceArray<uint32_t> dropped_d(dropped);
+    DeviceArray<Alignment>      sums_d(sums);
+    on_host(kv_lose_scratch, kv_lose, LoseArgs{host, dropped.data(), sums.data()}, kHostThreads);
+    kv_lose_cuda({a, dropped_d.get(), sums_d.get()}, nullptr);
+    CHECK_CUDA(cudaGetLastError());
+    CHECK_CUDA(cudaDeviceSynchronize());
+
+    const double error  = relative_difference(received_d.download(), received, 0.01 / c.n_kv);
+    const auto   lost   = sums_d.download();
+    double       off    = 0.0;  // of what is lost by a query
+    size_t       counts = 0;
+    for (int j = 0; j < n_head; ++j) {
+        counts += lost[j].queries != sums[j].queries;
+        for (double e : {lost[j].recalled - sums[j].recalled, lost[j].divergence - sums[j].divergence}) {
+            off = std::max(off, e == e ? std::fabs(e) / sums[j].queries : INFINITY);
+        }
+        off = std::max(off, std::fabs(lost[j].largest - sums[j].largest) / (1.0 + sums[j].largest));
+    }
+    const bool good = error < kSampledTolerance && off < kSampledTolerance && counts == 0;
+    n_failed += !good;
+    std::printf("%s receive head %3d m %2d kv-heads %d gqa %2d n_q %3d n_kv %5d %-5s mask %-9s cap %2.0f sinks %d: "
+                "error %.1e; lost: error %.1e, wrong counts %zu\n",
+                good ? "ok  " : "FAIL", c.dim, c.group, c.n_head_kv, c.gqa, c.n_q, c.n_kv, c.sources.c_str(),
+                c.mask.c_str(), c.softcap, c.sinks, error, off, counts);
+    std::fflush(stdout);
+}
+
+void check_receive_all(bool quick) {
+    Rng               rng(12);
+    const char *      sources[] = {"far", "tail", "mixed", "near"};
+    const char *      masks[]   = {"none", "causal", "sequences", "bias"};
+    std::vector<Case> cases;
+    for (int i = 0; i < 120; ++i) {
+        Case c{};
+        c.dim             = 64 << i % 3;
+        c.group           = 2 << uniform(rng, 0, 4);
+        c.n_head_kv       = uniform(rng, 1, 4);
+        const int gqas[]  = {1, 2, 3, 4, 5, 7, 8, 16};
+        c.gqa             = gqas[uniform(rng, 0, 7)];
+        const int n_qs[]  = {1, 2, 7, 16, 33, 64, 100, 200, 512};
+        c.n_q             = n_qs[uniform(rng, 0, 8)];
+        const int n_kvs[] = {1, 31, 32, 64, 100, 256, 1000, 2048, 4100, 9000};
+        c.n_kv            = std::max(n_kvs[uniform(rng, 0, 9)], c.n_q);
+        c.sources         = sources[uniform(rng, 0, 3)];
+        if (c.sources == "near") {
+            c.n_kv = std::max(std::min(c.n_kv, 150), c.n_q);
+        }
+        c.mask    = masks[uniform(rng, 0, 3)];
+        c.softcap = uniform(rng, 0, 3) == 0 ? 30.0f : 0.0f;
+        c.sinks   = uniform(rng, 0, 3) == 0;
+        while (c.n_kv > 2 * c.n_q && double(c.n_q) * c.n_head_kv * c.gqa * c.n_kv * c.dim > 1e9) {
+            c.n_kv /= 2;
+        }
+        cases.push_back(c);
+    }
+    for (int dim : {64, 128, 256}) {  // a part of a text behind it
+        cases.push_back({dim, 4, 2, 4, 512, 3000, "tail", "causal"});
+    }
+    for (size_t i = 0; i < cases.size(); ++i) {
+        if (!quick || i % 16 == 5) {
+            if (quick) {
+                cases[i].n_kv = std::max(cases[i].n_q, std::min(cases[i].n_kv, 700));
+            }
+            check_receive(rng, cases[i]);
+        }
+    }
 }
 
 // --- timing ----------------------------------------------------------------------------------------------------------
@@ -1325,6 +1615,24 @@ void time_attend(const Shape & s, int group, int n_kv, int n_q, bool all_far, co
                     "(mask not counted off), scratch %.1f MiB\n",
                     s.name, group, n_q, n_kv, ms * 1e3, ms * s.n_layer, s.n_layer, flops / ms * 1e-9,
                     double(kv_attend_cuda_scratch(args[0], device)) / (1 << 20));
+        DeviceArray<float>     received(std::vector<float>(size_t(s.n_head_kv) * n_kv, 0.0f));
+        DeviceArray<uint32_t>  dropped(std::vector<uint32_t>((n_kv + 31) / 32, 0x0F0F0F0F));
+        DeviceArray<Alignment> sums(std::vector<Alignment>(s.n_head, Alignment{}));
+        auto                   timed = [&](const std::function<void(const AttendArgs &, cudaStream_t)> & beside) {
+            return 1e3f / launches *
+                   time_graph(
+                       [&](cudaStream_t stream) {
+                           for (int i = 0; i < launches; ++i) {
+                               beside(args[i % t.n], stream);
+                           }
+                       },
+                       repeats);
+        };
+        const float receive =
+            timed([&](const AttendArgs & a, cudaStream_t x) { kv_receive_cuda({a, received.get()}, x); });
+        const float lose =
+            timed([&](const AttendArgs & a, cudaStream_t x) { kv_lose_cuda({a, dropped.get(), sums.get()}, x); });
+        std::printf("second reading beside it: receive %8.1f us a layer, lose %8.1f us\n", receive, lose);
     }
     std::fflush(stdout);
 }
@@ -1510,6 +1818,67 @@ void time_observe(const Shape & s, int n_q) {
     std::fflush(stdout);
 }
 
+void time_sampled(const Shape & s, int group, int n_kv, SampledScore score, const CudaDevice & device) {
+    TimedLayers           t(s, group, n_kv, 1, size_t(1) << 30);
+    const DeviceCells     cells(conversation(n_kv, 1, 1), 0);
+    std::vector<int32_t>  age(n_kv);
+    std::vector<uint16_t> samples(size_t(1 + sample_rule(score).rows) * s.n_head * s.dim, f16_encode(0.5f));
+    for (int i = 0; i < n_kv; ++i) {
+        age[i] = n_kv - 1 - i;
+    }
+    for (int h = 0; h < s.n_head; ++h) {
+        const int64_t n = n_kv;
+        std::memcpy(&samples[size_t(h) * s.dim], &n, sizeof(n));
+    }
+    const DeviceArray<int32_t>  age_d(age);
+    const DeviceArray<uint16_t> samples_d(samples);
+    const DeviceArray<float>    scores(std::vector<float>(n_kv, 0.0f));
+    std::vector<SampledArgs>    args;
+    for (auto & l : t.layers) {
+        SampledArgs a{};
+        a.mem = l.mem, a.score = score, a.far_bits = cells.far_bits.get(), a.age = age_d.get(), a.n_kv = n_kv;
+        a.samples = samples_d.get(), a.n_head = s.n_head, a.scale = 1.0f / std::sqrt(float(s.dim));
+        a.before = scores.get(), a.scores = scores.get();
+        args.push_back(a);
+    }
+    const size_t               bytes = kv_sampled_cuda_scratch(args[0], device);
+    const DeviceArray<uint8_t> scratch(bytes);
+    const float                ms = time_graph(
+        [&](cudaStream_t stream) {
+            for (int i = 0; i < s.n_layer; ++i) {
+                kv_sampled_cuda(args[i % t.n], device, scratch.get(), stream);
+            }
+        },
+        9);
+    std::printf("sampled %-7s %-9s m %2d n_kv %6d: %7.1f us a layer, %6.3f ms for %d layers; scratch %.1f MiB\n",
+                score == SampledScore::last ? "last" : "windows", s.name, group, n_kv, 1e3f * ms / float(s.n_layer), ms,
+                s.n_layer, double(bytes) / (1 << 20));
+    std::fflush(stdout);
+}
+
+void time_sample(const Shape & s, int n_q) {
+    const DeviceArray<float>           q(std::vector<float>(size_t(n_q) * s.n_head * s.dim, 1.0f));
+    std::vector<DeviceArray<uint16_t>> samples;
+    std::vector<SampleArgs>            layers;
+    for (int i = 0; i < s.n_layer; ++i) {
+        samples.emplace_back(std::vector<uint16_t>(size_t(1 + kLastQueries.rows) * s.n_head * s.dim, 0));
+        layers.push_back({{q.get(), int64_t(s.n_head) * s.dim, s.dim, n_q, s.n_head, s.dim, n_q <= 16 ? s.dim : 0},
+                          kLastQueries,
+                          samples.back().get()});
+    }
+    const float apart = time_graph(
+        [&](cudaStream_t stream) {
+            for (const SampleArgs & a : layers) {
+                kv_sample_cuda({a}, stream);
+            }
+        },
+        15);
+    const float together = time_graph([&](cudaStream_t stream) { kv_sample_cuda(layers, stream); }, 15);
+    std::printf("sample %-9s n_q %3d, %d layers: %.1f us, by one launch %.1f us\n", s.name, n_q, s.n_layer, apart * 1e3,
+                together * 1e3);
+    std::fflush(stdout);
+}
+
 const Shape kLlama8b{"llama-8b", 32, 8, 32, 128}, kLlama1b{"llama-1b", 16, 8, 32, 64},
     kLlama3b{"llama-3b", 28, 8, 24, 128}, kGemma4b{"gemma-4b", 34, 4, 8, 256}, kGqa8{"gqa-8", 32, 8, 64, 128};
 
@@ -1583,6 +1952,20 @@ void time_scales(const CudaDevice & device, int n) {
     scale_group = kFp4ScaleGroup;
 }
 
+void time_all_sampled(const CudaDevice & device) {
+    for (SampledScore score : {SampledScore::last, SampledScore::windows}) {
+        for (int n_kv : {4096, 16384, 65536}) {
+            time_sampled(kLlama8b, 4, n_kv, score, device);
+        }
+        for (const Shape & s : {kLlama1b, kGemma4b, kGqa8}) {
+            time_sampled(s, 4, 65536, score, device);
+        }
+    }
+    for (int n_q : {1, 16, 512}) {
+        time_sample(kLlama8b, n_q);
+    }
+}
+
 void time_prefill(const CudaDevice & device) {
     for (int n_kv : {2048, 8192, 32768}) {
         time_attend(kLlama8b, 4, n_kv, 512, false, device, 1.0);
@@ -1599,6 +1982,8 @@ void check_all(bool quick, const CudaDevice & device) {
     check_attend_all(quick, device);
     check_lookup_all(quick, device);
     check_score_all(quick, device);
+    check_sampled_all(quick, device);
+    check_receive_all(quick);
 }
 
 // With a scale for so many channels.
@@ -1630,8 +2015,14 @@ int main(int argc, char ** argv) {
         } else if (what == "check-score") {
             check_score_all(false, device);
             std::printf("%s: %d failed\n", what.c_str(), n_failed);
+        } else if (what == "check-sampled") {
+            check_sampled_all(false, device);
+            std::printf("%s: %d failed\n", what.c_str(), n_failed);
+        } else if (what == "check-receive") {
+            check_receive_all(false);
+            std::printf("%s: %d failed\n", what.c_str(), n_failed);
         } else if (what == "time" || what == "time-decode" || what == "time-fold" || what == "time-prefill" ||
-                   what == "time-lookup" || what == "time-score") {
+                   what == "time-lookup" || what == "time-score" || what == "time-sampled") {
             const auto wanted = [&](const char * part) {
                 return what == "time" || what == std::string("time-") + part;
             };
@@ -1646,6 +2037,9 @@ int main(int argc, char ** argv) {
             }
             if (wanted("score")) {
                 time_scores(device);
+            }
+            if (wanted("sampled")) {
+                time_all_sampled(device);
             }
             if (wanted("prefill")) {
                 time_prefill(device);

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds the standalone harness on a machine with a GPU, checks every CUDA operation, times them, prints a short table.
 #
-# usage: bench/cuda/run_device.sh [check | check-lookup | check-score | check-32 | check-64] [time | time-decode | time-lookup | time-fold | time-score | time-prefill | time-scales] [sanitize] [profile]      default: check time
+# usage: bench/cuda/run_device.sh [check | check-lookup | check-score | check-sampled | check-receive | check-32 | check-64] [time | time-decode | time-lookup | time-fold | time-score | time-sampled | time-prefill | time-scales] [sanitize] [profile]      default: check time
 # environment: ARCH (default sm_90), OUT (where logs go, default a folder of the temporary directory)
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -20,7 +20,11 @@ compile -c cpp/ops/kv_fold.cu -o "$build/fold.o"
 compile -c cpp/ops/kv_store.cu -o "$build/store.o"
 compile -c cpp/ops/kv_select.cu -o "$build/select.o"
 compile -c cpp/ops/kv_score.cu -o "$build/score.o"
+compile -c cpp/ops/kv_sample.cu -o "$build/sample.o"
+compile -c cpp/ops/kv_receive.cu -o "$build/receive.o"
 compile -c cpp/ops/kv_score.cpp -o "$build/score_cpu.o"
+compile -c cpp/ops/kv_sample.cpp -o "$build/sample_cpu.o"
+compile -c cpp/ops/kv_receive.cpp -o "$build/receive_cpu.o"
 compile -c cpp/ops/kv_select.cpp -o "$build/select_cpu.o"
 compile -c cpp/ops/kv_attend_sparse.cpp -o "$build/sparse_cpu.o"
 compile -c cpp/ops/kv_fold.cpp -o "$build/fold_cpu.o"
@@ -36,7 +40,7 @@ compile -Xptxas -v -c cpp/ops/kv_attend.cu -o "$build/attend.o" 2>"$out/ptxas.tx
 for p in "${pids[@]}"; do
     wait "$p"
 done
-nvcc -arch="$arch" "$build"/{harness,fold,store,select,score,score_cpu,fold_cpu,select_cpu,sparse_cpu,rotate,codec,attend}.o "${extra[@]}" -o "$build/harness"
+nvcc -arch="$arch" "$build"/{harness,fold,store,select,score,sample,receive,score_cpu,sample_cpu,receive_cpu,fold_cpu,select_cpu,sparse_cpu,rotate,codec,attend}.o "${extra[@]}" -o "$build/harness"
 harness=$build/harness
 
 for step in "${steps[@]}"; do

@@ -80,6 +80,7 @@ class Traits : public ggml::cpu::tensor_traits {
             return true;
         case NodeOp::align:
         case NodeOp::sample:
+        case NodeOp::sample_batched:
             return true;
         }
         return false;
@@ -126,6 +127,7 @@ class Traits : public ggml::cpu::tensor_traits {
             kv_lose(lose_args(op), t);
             return true;
         case NodeOp::sample:
+        case NodeOp::sample_batched:
             kv_sample(sample_args(op), t);
             return true;
         case NodeOp::sampled:

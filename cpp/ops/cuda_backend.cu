@@ -69,6 +69,8 @@ size_t cuda_scratch(int device_id, const ggml_tensor * node) {
                     : kv_attend_sparse_cuda_scratch(sparse_attend_args(node), device);
     } else if (NodeOp(node_params(node).op) == NodeOp::score) {
         bytes = kv_score_cuda_scratch(score_args(node), device);
+    } else if (NodeOp(node_params(node).op) == NodeOp::sampled) {
+        bytes = kv_sampled_cuda_scratch(sampled_args(node), device);
     }
     return bytes > 0 ? bytes + kScratchAlignment - 1 : 0;
 }
@@ -79,14 +81,16 @@ bool cuda_compute(ggml_backend_cuda_context & ctx, ggml_tensor * node) {
     }
     cudaStream_t     stream = ctx.stream();
     const CudaDevice device = the_device(ctx.device);
-    // Stores that wait for the last one of their graph, and observations. (A graph that broke off leaves some; attention is the sign of
-    // a new one.)
+    // Stores that wait for the last one of their graph, observations, and queries to keep. (A graph that broke off leaves some; attention
+    // is the sign of a new one.)
     thread_local std::vector<CommitArgs>  pending;
     thread_local std::vector<ObserveArgs> observations;
+    thread_local std::vector<SampleArgs>  samples;
     switch (NodeOp(node_params(node).op)) {
     case NodeOp::attend:
         pending.clear();
         observations.clear();
+        samples.clear();
         if (const ggml_tensor * selection = node->src[attend_src::selection]; selection != nullptr) {
             const SparseAttendArgs a = sparse_attend_args(node);
             if (looks_up(node) && is_deferred_look_up(selection)) {
@@ -116,6 +120,8 @@ bool cuda_compute(ggml_backend_cuda_context & ctx, ggml_tensor * node) {
         if (NodeOp(node_params(node).op) == NodeOp::store) {
             kv_observe_cuda(observations, stream);
             observations.clear();
+            kv_sample_cuda(samples, stream);
+            samples.clear();
         }
         if (fold != nullptr && is_kvfold_node(fold) && is_deferred(fold)) {
             pending.push_back({fold_args(fold), a, epoch_of(a.mem)});
@@ -136,6 +142,21 @@ bool cuda_compute(ggml_backend_cuda_context & ctx, ggml_tensor * node) {
         break;
     case NodeOp::observe_batched:
         observations.push_back(observe_args(node));
+        break;
+    case NodeOp::sample:
+        kv_sample_cuda({sample_args(node)}, stream);
+        break;
+    case NodeOp::sample_batched:
+        samples.push_back(sample_args(node));
+        break;
+    case NodeOp::sampled:
+        kv_sampled_cuda(sampled_args(node), device, scratch_of(node), stream);
+        break;
+    case NodeOp::receive:
+        kv_receive_cuda(receive_args(node), stream);
+        break;
+    case NodeOp::lose:
+        kv_lose_cuda(lose_args(node), stream);
         break;
     default:
         return false;
@@ -162,7 +183,12 @@ int cuda_supports(int device, const ggml_tensor * node) {
     if (NodeOp(p.op) == NodeOp::score) {
         return kv_ops_cuda_refusal(p.n_head_kv, p.head_dim, p.group, score_args(node).n_head) == nullptr;
     }
-    if (NodeOp(p.op) == NodeOp::observe || NodeOp(p.op) == NodeOp::observe_batched) {
+    if (NodeOp(p.op) == NodeOp::sampled) {
+        return kv_ops_cuda_refusal(p.n_head_kv, p.head_dim, p.group, sampled_args(node).n_head) == nullptr;
+    }
+    if (NodeOp(p.op) == NodeOp::observe || NodeOp(p.op) == NodeOp::observe_batched || NodeOp(p.op) == NodeOp::sample ||
+        NodeOp(p.op) == NodeOp::sample_batched) {
+        static_assert(int(observe_src::q) == int(sample_src::q));
         const ggml_tensor * q = node->src[observe_src::q];
         return packed(q, GGML_TYPE_F32) &&
                kv_ops_cuda_refusal(p.n_head_kv, p.head_dim, p.group, int32_t(q->ne[2])) == nullptr;
@@ -170,9 +196,10 @@ int cuda_supports(int device, const ggml_tensor * node) {
     if (NodeOp(p.op) == NodeOp::fold || NodeOp(p.op) == NodeOp::store || NodeOp(p.op) == NodeOp::store_batched) {
         return kv_ops_cuda_refusal(p.n_head_kv, p.head_dim, p.group, p.n_head_kv) == nullptr;
     }
-    if (NodeOp(p.op) != NodeOp::attend) {  // the CPU's only
+    if (NodeOp(p.op) == NodeOp::align) {  // the CPU's only
         return 0;
     }
+    // attend, and what has its sources
     const ggml_tensor *q = node->src[attend_src::q], *mask = node->src[attend_src::mask];
     return packed(q, GGML_TYPE_F32) && packed(node->src[attend_src::k_cur], GGML_TYPE_F32) &&
            packed(node->src[attend_src::v_cur], GGML_TYPE_F32) && (mask == nullptr || packed(mask, GGML_TYPE_F16)) &&

@@ -21,15 +21,16 @@ enum class NodeOp : int32_t {
     select = 4,
     store_batched =
         5,  // a store that a backend may do together with the next store of the graph, there being nothing between
-    align   = 6,  // on the CPU only, as the last four
+    align   = 6,  // on the CPU only
     score   = 7,
     observe = 8,
     observe_batched =
         9,  // an observe that a backend may do together with the next store of the graph that is not batched
-    receive = 10,
-    sample  = 11,
-    sampled = 12,
-    lose    = 13,
+    receive        = 10,
+    sample         = 11,
+    sampled        = 12,
+    lose           = 13,
+    sample_batched = 14,  // as observe_batched
 };
 
 // Lives in op_params from slot kNodeSlot on; the slots before belong to ggml's custom op (pointer, tasks, user data). The

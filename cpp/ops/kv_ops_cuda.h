@@ -10,6 +10,8 @@
 #include <vector>
 
 #include "ops/kv_ops.h"
+#include "ops/kv_receive.h"
+#include "ops/kv_sample.h"
 #include "ops/kv_score.h"
 #include "ops/kv_select.h"
 
@@ -59,6 +61,18 @@ void   kv_score_cuda(const ScoreArgs & a, const CudaDevice & device, void * scra
 // kv_observe, for any number of layers at once (none: nothing is launched). Layers that differ in more than their memory cost
 // further launches.
 void kv_observe_cuda(const std::vector<ObserveArgs> & layers, cudaStream_t stream);
+
+// kv_sample, for any number of layers at once, as kv_observe_cuda(). The bytes written equal those of the CPU.
+void kv_sample_cuda(const std::vector<SampleArgs> & layers, cudaStream_t stream);
+
+// kv_sampled. Keys are rounded to f16, as they are for many queries; scores differ from the CPU's by that. `scratch` is as large as
+// kv_sampled_cuda_scratch() says.
+size_t kv_sampled_cuda_scratch(const SampledArgs & a, const CudaDevice & device);
+void   kv_sampled_cuda(const SampledArgs & a, const CudaDevice & device, void * scratch, cudaStream_t stream);
+
+// kv_receive and kv_lose; queries and keys are rounded as for kv_attend. `rot` is {0, 0} however few queries there are.
+void kv_receive_cuda(const ReceiveArgs & a, cudaStream_t stream);
+void kv_lose_cuda(const LoseArgs & a, cudaStream_t stream);
 
 // kv_fold: `a.n_groups` is the capacity of the plan; how many entries are real is read from `n_real` (device memory) when
 // it is not null. The bytes written equal those of the CPU. Spans are not made: a cache on a device has none.

@@ -208,9 +208,9 @@ void kv_sample(const SampleArgs & a, const Threads & t) {
         }
     }
     wait_for_all(t);
-    if (t.ith == 0) {
-        const int64_t n = seen + a.n_q;
-        memcpy(a.samples, &n, sizeof(n));
+    const int64_t n = seen + a.n_q;
+    for (int32_t h = t.ith; h < a.n_head; h += t.nth) {
+        memcpy(a.samples + int64_t(h) * a.head_dim, &n, sizeof(n));
     }
 }
 

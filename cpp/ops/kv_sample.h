@@ -12,8 +12,8 @@ struct SampleRule {
     int32_t rows;
 };
 
-// Samples of a layer, f16 [1 + rows][n_head][head_dim], in the rotated basis. The first row is a header, an int64: the number N of
-// queries seen. Query number n, a multiple of `every`, is in row 1 + n / every % rows, and its age is N - 1 - n.
+// Samples of a layer, f16 [1 + rows][n_head][head_dim], in the rotated basis. The first row is a header: every head's part begins with an
+// int64, the number N of queries seen (heads are watched independently of each other). Query number n, a multiple of `every`, is in row 1 + n / every % rows, and its age is N - 1 - n.
 struct SampleArgs : QueryRows {
     SampleRule rule;
     uint16_t * samples;  // updated

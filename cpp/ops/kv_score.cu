@@ -169,12 +169,6 @@ void launch_observe(const ObserveParams & p, int n_layers, cudaStream_t stream) 
     launch_early(observe<D>, dim3(p.n_head, n_layers), 32 * std::min(kObserveWarps<D>, p.n_q), 0, stream, p);
 }
 
-// Can they share a launch?
-bool same_shape(const ObserveArgs & a, const ObserveArgs & b) {
-    return a.q_stride_query == b.q_stride_query && a.q_stride_head == b.q_stride_head && a.n_q == b.n_q &&
-           a.n_head == b.n_head && a.head_dim == b.head_dim && a.rot == b.rot;
-}
-
 }  // namespace
 
 size_t kv_score_cuda_scratch(const ScoreArgs & a, const CudaDevice & device) { return ScorePlan(a, device).bytes; }

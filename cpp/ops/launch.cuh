@@ -9,6 +9,8 @@
 #include <mutex>
 #include <unordered_map>
 
+#include "ops/kv_ops.h"
+
 namespace kvfold {
 namespace device {
 
@@ -30,6 +32,12 @@ __device__ __forceinline__ void let_next_begin() {
 }
 
 }  // namespace device
+
+// Can the queries of two layers be watched by one launch?
+inline bool same_shape(const QueryRows & a, const QueryRows & b) {
+    return a.q_stride_query == b.q_stride_query && a.q_stride_head == b.q_stride_head && a.n_q == b.n_q &&
+           a.n_head == b.n_head && a.head_dim == b.head_dim && a.rot == b.rot;
+}
 
 // Was the kernel compiled with the instructions above? One that was translated from older code must not begin early.
 inline bool can_begin_early(const void * kernel) {
