@@ -6,6 +6,7 @@
 // to go on from.
 #include <algorithm>
 #include <atomic>
+#include <map>
 
 #include "cache/config.h"
 #include "cache/eviction.h"
@@ -48,11 +49,6 @@ bool is_possible(const Text & t) {
         return refuse(kvfold::message("%d tokens were given, sequence %d holds positions %d to %d", t.end(), t.seq,
                                       t.cells.seq_pos_min(t.seq), t.cells.seq_pos_max(t.seq)));
     }
-    for (const auto & layer : t.cache.layers) {
-        if (!ggml_backend_buffer_is_host(layer.far_k->buffer)) {
-            return refuse("is possible with a cache in host memory (offload_kqv off) only");
-        }
-    }
     return true;
 }
 
@@ -61,23 +57,30 @@ bool is_possible(const Text & t) {
 class Reading {
   public:
     Reading(const Text & text, const std::vector<uint32_t> & dropped) : cache_(text.cache) {
-        const size_t n = cache_.layers.size();
-        ctx_.reset(ggml_init({ggml_tensor_overhead() * (n + 1), nullptr, true}));
+        std::map<ggml_backend_buffer_type_t, ggml_context_ptr> contexts;  // every layer's is where its rows are
         for (auto & layer : cache_.layers) {
+            auto & ctx = contexts[ggml_backend_buffer_get_type(layer.far_k->buffer)];
+            if (!ctx) {
+                ctx.reset(ggml_init({ggml_tensor_overhead() * (cache_.layers.size() + 1), nullptr, true}));
+            }
+            if (dropped.empty()) {
+                layer.received = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_F32, cache_.n_cells, layer.n_head_kv);
+                continue;
+            }
             const int64_t heads = text.ctx.get_model().hparams.n_head(uint32_t(layer.il));
-            layer.received      = dropped.empty()
-                                      ? ggml_new_tensor_2d(ctx_.get(), GGML_TYPE_F32, cache_.n_cells, layer.n_head_kv)
-                                      : kvfold::new_alignment(ctx_.get(), heads);
+            layer.received      = kvfold::new_alignment(ctx.get(), heads);
+            if (cache_.dropped == nullptr) {  // other devices get a copy of it with every graph
+                cache_.dropped = ggml_new_tensor_1d(ctx.get(), GGML_TYPE_I32, int64_t(dropped.size()));
+            }
         }
-        if (!dropped.empty()) {
-            cache_.dropped = ggml_new_tensor_1d(ctx_.get(), GGML_TYPE_I32, int64_t(dropped.size()));
+        for (auto & [buft, ctx] : contexts) {
+            ggml_backend_buffer_ptr buffer(ggml_backend_alloc_ctx_tensors_from_buft(ctx.get(), buft));
+            if (!buffer) {
+                return;
+            }
+            ggml_backend_buffer_clear(buffer.get(), 0);
+            memory_.emplace_back(std::move(ctx), std::move(buffer));
         }
-        buffer_.reset(ggml_backend_alloc_ctx_tensors_from_buft(
-            ctx_.get(), ggml_backend_buffer_get_type(cache_.layers[0].far_k->buffer)));
-        if (!buffer_) {
-            return;
-        }
-        ggml_backend_buffer_clear(buffer_.get(), 0);
         if (!dropped.empty()) {
             ggml_backend_tensor_set(cache_.dropped, dropped.data(), 0, dropped.size() * sizeof(uint32_t));
         }
@@ -94,7 +97,7 @@ class Reading {
     Reading(const Reading &)             = delete;
     Reading & operator=(const Reading &) = delete;
 
-    bool ok() const { return buffer_ != nullptr; }
+    bool ok() const { return cache_.second_pass != 0; }
 
     // What the cells have received from every KV head of every layer.
     std::vector<std::vector<float>> received() const {
@@ -120,9 +123,8 @@ class Reading {
     }
 
   private:
-    kvfold_cache &          cache_;
-    ggml_context_ptr        ctx_;
-    ggml_backend_buffer_ptr buffer_;
+    kvfold_cache &                                                    cache_;
+    std::vector<std::pair<ggml_context_ptr, ggml_backend_buffer_ptr>> memory_;
 };
 
 // What a context keeps of a sequence beside the cache with FP4 rows (sliding windows, recurrent states), and its end.
@@ -162,6 +164,7 @@ int32_t read_part(const Text & text, size_t start, size_t stop) {
     batch.n_tokens       = n;
     const int32_t result = llama_decode(&text.ctx, batch);
     llama_batch_free(batch);
+    llama_synchronize(&text.ctx);  // what it leaves behind is read and taken away by the host
     return result;
 }
 

@@ -179,14 +179,17 @@ ggml_tensor * store_node(ggml_context * ctx, const NodeSpec & spec, bool batched
     return t;
 }
 
-// Sums over layers are made in place, in `room`: f32, of as many bytes as a backend wants for the node of any of the layers. Without
-// it, a node to ask for that.
+// The result of a score node, f32 [n, rows]. Sums over layers are made in place, in `room`: f32, of as many bytes as a backend wants for
+// the node of any of the layers. Without it, a node to ask for that.
+ggml_tensor * score_result(ggml_context * ctx, int64_t n, int64_t rows, ggml_tensor * room) {
+    return room != nullptr ? ggml_view_2d(ctx, room, n, rows, size_t(n) * sizeof(float), 0)
+                           : ggml_new_tensor_2d(ctx, GGML_TYPE_F32, n, rows);
+}
+
 ggml_tensor * score_node(ggml_context * ctx, const NodeSpec & spec, ggml_tensor * cells, ggml_tensor * room,
                          ggml_tensor * before) {
-    const CacheLayer & layer   = spec.layer;
-    const int64_t      n_cells = layer.far_k->ne[1];
-    ggml_tensor *      t = room != nullptr ? ggml_view_2d(ctx, room, n_cells, kScoreKinds, n_cells * sizeof(float), 0)
-                                           : ggml_new_tensor_2d(ctx, GGML_TYPE_F32, n_cells, kScoreKinds);
+    const CacheLayer & layer = spec.layer;
+    ggml_tensor *      t     = score_result(ctx, layer.far_k->ne[1], kScoreKinds, room);
     make_custom(t, NodeOp::score, spec, {layer.far_k, layer.far_v, layer.tier, cells, layer.queries, before});
     return t;
 }
@@ -199,17 +202,17 @@ LookupBudget sample_spec(SampledScore score) {
 }
 
 ggml_tensor * sampled_node(ggml_context * ctx, const NodeSpec & spec, ggml_tensor * cells, ggml_tensor * ages,
-                           ggml_tensor * samples, ggml_tensor * before) {
+                           ggml_tensor * samples, ggml_tensor * room, ggml_tensor * before) {
     const CacheLayer & layer = spec.layer;
-    ggml_tensor *      t     = before != nullptr ? ggml_view_tensor(ctx, before)  // sums are made in place
-                                                 : ggml_new_tensor_1d(ctx, GGML_TYPE_F32, ages->ne[0]);
+    ggml_tensor *      t     = score_result(ctx, ages->ne[0], 1, room);
     make_custom(t, NodeOp::sampled, spec, {layer.far_k, layer.far_v, layer.tier, cells, ages, samples, before});
     return t;
 }
 
-ggml_tensor * sample_node(ggml_context * ctx, const NodeSpec & spec, ggml_tensor * q, ggml_tensor * samples) {
+ggml_tensor * sample_node(ggml_context * ctx, const NodeSpec & spec, bool batched, ggml_tensor * q,
+                          ggml_tensor * samples) {
     ggml_tensor * t = ggml_view_tensor(ctx, samples);
-    make_custom(t, NodeOp::sample, spec, {q, samples});
+    make_custom(t, batched ? NodeOp::sample_batched : NodeOp::sample, spec, {q, samples});
     return t;
 }
 
@@ -300,52 +303,36 @@ ggml_backend_ptr backend_of(const CacheLayer & layer) {
     return backend;
 }
 
-// An input of such a graph, and what is in it.
-struct GraphInput {
-    ggml_tensor * tensor;
-    const void *  data;
+// What scores are made from beside the cache: 4-byte words.
+struct ScoreInput {
+    const void * data;
+    size_t       n;
 };
 
-// Allocates the tensors of `ctx`, runs a graph of them on a backend of one's own, and returns its result (f32); empty on failure.
-std::vector<float> run_graph(const ggml_backend_ptr & backend, ggml_context * ctx, ggml_cgraph * gf,
-                             std::initializer_list<GraphInput> inputs, const ggml_tensor * result) {
-    const ggml_backend_buffer_ptr buffer(ggml_backend_alloc_ctx_tensors(ctx, backend.get()));
-    if (!buffer) {
-        return {};
-    }
-    for (const auto & [tensor, data] : inputs) {
-        ggml_backend_tensor_set(tensor, data, 0, ggml_nbytes(tensor));
-    }
-    if (ggml_backend_graph_compute(backend.get(), gf) != GGML_STATUS_SUCCESS) {
-        return {};
-    }
-    std::vector<float> values(size_t(ggml_nelements(result)));
-    ggml_backend_tensor_get(result, values.data(), 0, values.size() * sizeof(float));
-    return values;
-}
+// Makes the node that adds the scores of a layer to those of `before` (null for the first one); `room` is score_result()'s.
+using MakeScoreNode = std::function<ggml_tensor *(ggml_context * ctx, const CacheLayer & layer, ggml_tensor ** inputs,
+                                                  ggml_tensor * room, ggml_tensor * before)>;
 
-// run_score() for layers of one device.
-std::vector<float> score_on_device(const std::vector<const CacheLayer *> & layers, int32_t group,
-                                   const std::vector<uint32_t> & far_bits, bool sizes) {
+// Scores from layers of one device, added up; empty on failure.
+std::vector<float> score_on_device(const std::vector<const CacheLayer *> & layers,
+                                   const std::vector<ScoreInput> & inputs, const MakeScoreNode & make_node) {
     const ggml_backend_ptr backend = backend_of(*layers[0]);
     if (!backend) {
         return {};
     }
-    const size_t n_tensors = 8 * layers.size() + 8;  // sources of all nodes are counted too
+    const size_t n_tensors = 10 * layers.size() + 8;  // sources of all nodes are counted too
     const auto   new_ctx   = [&] {
         return ggml_context_ptr(ggml_init(
             {ggml_tensor_overhead() * n_tensors + ggml_graph_overhead_custom(n_tensors, false), nullptr, true}));
     };
-    const auto spec_of = [&](const CacheLayer & layer) {
-        NodeSpec spec{layer, group, {}, layer.scale, layer.softcap};
-        spec.budget.min_tokens = sizes ? 1 : 0;  // ScoreArgs::sizes
-        return spec;
-    };
-    const ggml_context_ptr questions = new_ctx(), ctx = new_ctx();
-    ggml_tensor *          cells  = ggml_new_tensor_1d(ctx.get(), GGML_TYPE_I32, int64_t(far_bits.size()));
-    size_t                 wanted = 0;
+    const ggml_context_ptr     questions = new_ctx(), ctx = new_ctx();
+    std::vector<ggml_tensor *> tensors;
+    for (const ScoreInput & input : inputs) {
+        tensors.push_back(ggml_new_tensor_1d(ctx.get(), GGML_TYPE_I32, int64_t(input.n)));
+    }
+    size_t wanted = 0;
     for (const CacheLayer * layer : layers) {
-        const ggml_tensor * node = score_node(questions.get(), spec_of(*layer), cells, nullptr, nullptr);
+        const ggml_tensor * node = make_node(questions.get(), *layer, tensors.data(), nullptr, nullptr);
         wanted = std::max(wanted,
                           ggml_backend_buft_get_alloc_size(ggml_backend_get_default_buffer_type(backend.get()), node));
     }
@@ -354,18 +341,27 @@ std::vector<float> score_on_device(const std::vector<const CacheLayer *> & layer
     ggml_cgraph * gf  = ggml_new_graph_custom(ctx.get(), n_tensors, false);
     ggml_tensor * sum = nullptr;
     for (const CacheLayer * layer : layers) {
-        sum = score_node(ctx.get(), spec_of(*layer), cells, room, sum);
+        sum = make_node(ctx.get(), *layer, tensors.data(), room, sum);
         ggml_build_forward_expand(gf, sum);
     }
-    return run_graph(backend, ctx.get(), gf, {{cells, far_bits.data()}}, sum);
+    const ggml_backend_buffer_ptr buffer(ggml_backend_alloc_ctx_tensors(ctx.get(), backend.get()));
+    if (!buffer) {
+        return {};
+    }
+    for (size_t i = 0; i < inputs.size(); ++i) {
+        ggml_backend_tensor_set(tensors[i], inputs[i].data, 0, ggml_nbytes(tensors[i]));
+    }
+    if (ggml_backend_graph_compute(backend.get(), gf) != GGML_STATUS_SUCCESS) {
+        return {};
+    }
+    std::vector<float> values(size_t(ggml_nelements(sum)));
+    ggml_backend_tensor_get(sum, values.data(), 0, values.size() * sizeof(float));
+    return values;
 }
 
-size_t index_of(SampledScore score) { return score == kSampledKinds[0].score ? 0 : 1; }
-
-}  // namespace
-
-std::vector<float> run_score(const std::vector<CacheLayer> & layers, int32_t group,
-                             const std::vector<uint32_t> & far_bits, bool sizes) {
+// The same for layers wherever they are.
+std::vector<float> score_layers(const std::vector<CacheLayer> & layers, const std::vector<ScoreInput> & inputs,
+                                const MakeScoreNode & make_node) {
     std::vector<std::vector<const CacheLayer *>> devices;
     for (const CacheLayer & layer : layers) {
         const auto same = std::find_if(devices.begin(), devices.end(),
@@ -378,7 +374,7 @@ std::vector<float> run_score(const std::vector<CacheLayer> & layers, int32_t gro
     }
     std::vector<float> sum;
     for (const auto & device : devices) {
-        const std::vector<float> scores = score_on_device(device, group, far_bits, sizes);
+        const std::vector<float> scores = score_on_device(device, inputs, make_node);
         if (scores.empty()) {
             return {};
         }
@@ -388,25 +384,30 @@ std::vector<float> run_score(const std::vector<CacheLayer> & layers, int32_t gro
     return sum;
 }
 
+size_t index_of(SampledScore score) { return score == kSampledKinds[0].score ? 0 : 1; }
+
+}  // namespace
+
+std::vector<float> run_score(const std::vector<CacheLayer> & layers, int32_t group,
+                             const std::vector<uint32_t> & far_bits, bool sizes) {
+    return score_layers(layers, {{far_bits.data(), far_bits.size()}},
+                        [&](ggml_context * ctx, const CacheLayer & layer, ggml_tensor ** inputs, ggml_tensor * room,
+                            ggml_tensor * before) {
+                            NodeSpec spec{layer, group, {}, layer.scale, layer.softcap};
+                            spec.budget.min_tokens = sizes ? 1 : 0;  // ScoreArgs::sizes
+                            return score_node(ctx, spec, inputs[0], room, before);
+                        });
+}
+
 std::vector<float> run_sampled(const std::vector<CacheLayer> & layers, int32_t group, SampledScore score,
                                const std::vector<uint32_t> & far_bits, const std::vector<int32_t> & ages) {
-    const ggml_backend_ptr backend = backend_of(layers[0]);
-    if (!backend) {
-        return {};
-    }
-    const size_t     n_tensors = 10 * layers.size() + 8;  // sources of all nodes are counted too
-    ggml_context_ptr ctx(
-        ggml_init({ggml_tensor_overhead() * n_tensors + ggml_graph_overhead_custom(n_tensors, false), nullptr, true}));
-    ggml_tensor * cells = ggml_new_tensor_1d(ctx.get(), GGML_TYPE_I32, int64_t(far_bits.size()));
-    ggml_tensor * age   = ggml_new_tensor_1d(ctx.get(), GGML_TYPE_I32, int64_t(ages.size()));
-    ggml_cgraph * gf    = ggml_new_graph_custom(ctx.get(), n_tensors, false);
-    ggml_tensor * sum   = nullptr;
-    for (const CacheLayer & layer : layers) {
-        const NodeSpec spec = {layer, group, {}, layer.scale, layer.softcap, sample_spec(score)};
-        sum                 = sampled_node(ctx.get(), spec, cells, age, layer.samples[index_of(score)], sum);
-        ggml_build_forward_expand(gf, sum);
-    }
-    return run_graph(backend, ctx.get(), gf, {{cells, far_bits.data()}, {age, ages.data()}}, sum);
+    return score_layers(layers, {{far_bits.data(), far_bits.size()}, {ages.data(), ages.size()}},
+                        [&](ggml_context * ctx, const CacheLayer & layer, ggml_tensor ** inputs, ggml_tensor * room,
+                            ggml_tensor * before) {
+                            const NodeSpec spec{layer, group, {}, layer.scale, layer.softcap, sample_spec(score)};
+                            return sampled_node(ctx, spec, inputs[0], inputs[1], layer.samples[index_of(score)], room,
+                                                before);
+                        });
 }
 
 bool run_fold(const CacheLayer & layer, int32_t group, const std::vector<int32_t> & entries, int32_t n_groups,
@@ -503,6 +504,30 @@ ggml_tensor * probe_score(ggml_context * ctx, int32_t n_head, int32_t n_head_kv,
     return score_node(ctx, {layer, group, {}, 1.0f}, cells, nullptr, nullptr);
 }
 
+// A layer with samples of one kind.
+namespace {
+
+CacheLayer probe_sampled_layer(ggml_context * ctx, int32_t n_head, int32_t n_head_kv, int32_t head_dim, int32_t group) {
+    CacheLayer layer = probe_layer(ctx, n_head_kv, head_dim, group);
+    layer.samples[0] = new_samples(ctx, n_head, head_dim, kSampledKinds[0].score);
+    return layer;
+}
+
+}  // namespace
+
+ggml_tensor * probe_sample(ggml_context * ctx, int32_t n_head, int32_t n_head_kv, int32_t head_dim, int32_t group) {
+    const CacheLayer layer = probe_sampled_layer(ctx, n_head, n_head_kv, head_dim, group);
+    return sample_node(ctx, {layer, group, {}, 0.0f, 0.0f, sample_spec(kSampledKinds[0].score)}, false,
+                       probe_q(ctx, n_head, head_dim), layer.samples[0]);
+}
+
+ggml_tensor * probe_sampled(ggml_context * ctx, int32_t n_head, int32_t n_head_kv, int32_t head_dim, int32_t group) {
+    const CacheLayer layer = probe_sampled_layer(ctx, n_head, n_head_kv, head_dim, group);
+    return sampled_node(ctx, {layer, group, {}, 1.0f, 0.0f, sample_spec(kSampledKinds[0].score)},
+                        ggml_new_tensor_1d(ctx, GGML_TYPE_I32, kProbeCells / 32),
+                        ggml_new_tensor_1d(ctx, GGML_TYPE_I32, kProbeCells), layer.samples[0], nullptr, nullptr);
+}
+
 ggml_tensor * probe_observe(ggml_context * ctx, int32_t n_head, int32_t n_head_kv, int32_t head_dim, int32_t group) {
     CacheLayer layer = probe_layer(ctx, n_head_kv, head_dim, group);
     layer.queries    = probe_queries(ctx, n_head, head_dim);
@@ -545,23 +570,25 @@ ggml_tensor * kvfold_build_attn(const llm_graph_context & g, ggml_tensor * q, gg
     const bool store_observes = first_reading && il == layer.last_il && layer.queries != nullptr &&
                                 ggml_backend_buffer_is_host(layer.far_k->buffer);
     if (first_reading) {
-        layer.scale   = kq_scale;
-        layer.softcap = softcap;
-        if (layer.queries != nullptr && !store_observes) {
-            ggml_tensor * observe = kvfold::observe_node(g.ctx0, spec, at_the_end, q);
+        layer.scale      = kq_scale;
+        layer.softcap    = softcap;
+        const auto watch = [&](ggml_tensor * node, const char * what) {
             if (at_the_end) {
-                ggml_format_name(observe, "kvfold_observe-%d", il);
-                kvfold::keep_with_cache(g, layer, observe);
-                input.commits.push_back(observe);
+                ggml_format_name(node, "kvfold_%s-%d", what, il);
+                kvfold::keep_with_cache(g, layer, node);
+                input.commits.push_back(node);
             } else {
-                add(observe, "observe");
+                add(node, what);
             }
+        };
+        if (layer.queries != nullptr && !store_observes) {
+            watch(kvfold::observe_node(g.ctx0, spec, at_the_end, q), "observe");
         }
         for (const auto & kind : kvfold::kSampledKinds) {
             if (ggml_tensor * samples = layer.samples[kvfold::index_of(kind.score)]) {
                 kvfold::NodeSpec with = spec;
                 with.budget           = kvfold::sample_spec(kind.score);
-                add(kvfold::sample_node(g.ctx0, with, q, samples), "sample");
+                watch(kvfold::sample_node(g.ctx0, with, at_the_end, q, samples), "sample");
             }
         }
     }

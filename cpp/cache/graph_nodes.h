@@ -29,8 +29,10 @@ ggml_tensor * probe_attend(ggml_context * ctx, int32_t n_head, int32_t n_head_kv
 ggml_tensor * probe_select(ggml_context * ctx, int32_t n_head, int32_t n_head_kv, int32_t head_dim, int32_t group,
                            bool pool);
 
-// The same for a score and for an observe node.
+// The same for the nodes that scores are made by: score and observe, sampled and sample.
 ggml_tensor * probe_score(ggml_context * ctx, int32_t n_head, int32_t n_head_kv, int32_t head_dim, int32_t group);
 ggml_tensor * probe_observe(ggml_context * ctx, int32_t n_head, int32_t n_head_kv, int32_t head_dim, int32_t group);
+ggml_tensor * probe_sampled(ggml_context * ctx, int32_t n_head, int32_t n_head_kv, int32_t head_dim, int32_t group);
+ggml_tensor * probe_sample(ggml_context * ctx, int32_t n_head, int32_t n_head_kv, int32_t head_dim, int32_t group);
 
 }  // namespace kvfold

@@ -195,7 +195,8 @@ void kvfold_access::ctor_begin(llama_kv_cache & kv, ggml_type & type_k, ggml_typ
                 break;
             }
             if (kv.kvfold->evicts() && config->score != KVFOLD_SCORE_RECENT &&
-                (kvfold::is_sampled(config->score) || !(runs(kvfold::probe_score) && runs(kvfold::probe_observe)))) {
+                !(runs(kvfold::probe_score) && runs(kvfold::probe_observe) && runs(kvfold::probe_sampled) &&
+                  runs(kvfold::probe_sample))) {
                 kvfold::fail(kvfold::message("kv_type fp4_csa2_ced: %s cannot score tokens by kv_score %s; possible "
                                              "there: kv_score recent, or a "
                                              "cache in host memory (offload_kqv off)",
@@ -299,8 +300,7 @@ void kvfold_access::attach(llama_kv_cache & kv) {
             const auto & kind = kvfold::kSampledKinds[i];
             if (cache.evicts() && (cache.config.score & kind.flag) != 0) {
                 layer.samples[i] =
-                    ggml_new_tensor_2d(ctx.get(), GGML_TYPE_F16, int64_t(kv.hparams.n_head(from.il)) * layer.head_dim,
-                                       1 + kvfold::sample_rule(kind.score).rows);
+                    kvfold::new_samples(ctx.get(), kv.hparams.n_head(from.il), layer.head_dim, kind.score);
                 cache.side_bytes += ggml_nbytes(layer.samples[i]);
             }
         }
@@ -372,7 +372,8 @@ void kvfold_access::applied(llama_kv_cache & kv, const llama_kv_cache::slot_info
         cache.plan = cache.near.plan_reading(cells, sinfo.idxs[0], seqs, n_kv);
         cache.spans.add_to_plan(cells, seqs, cache.plan);
         cache.plan.spans.clear();
-        cache.fused_rotation = int64_t(ubatch.n_tokens) <= cache.fused_queries;
+        // On a device, nodes beside the attention take rows that are rotated already.
+        cache.fused_rotation = cache.fused_queries == INT32_MAX;
         return;
     }
     cache.forget_compacted(ubatch);

@@ -24,6 +24,10 @@ kvfold::NearPool::Config near_config(const kvfold_config & c, uint32_t n_seq_max
 
 }  // namespace
 
+ggml_tensor * kvfold::new_samples(ggml_context * ctx, int64_t n_head, int64_t head_dim, SampledScore score) {
+    return ggml_new_tensor_2d(ctx, GGML_TYPE_F16, n_head * head_dim, 1 + sample_rule(score).rows);
+}
+
 ggml_tensor * kvfold::new_alignment(ggml_context * ctx, int64_t n_head) {
     return ggml_new_tensor_2d(ctx, GGML_TYPE_F64, sizeof(Alignment) / sizeof(double), n_head);
 }

@@ -39,7 +39,7 @@ struct CacheLayer {
     ggml_tensor * align = nullptr;  // f64 [4, n_head], an ops/kv_align.h Alignment a head; only where it was asked for
     ggml_tensor * near;             // f16 [gqa, n_near, 2]
     ggml_tensor * queries = nullptr;  // f32 [query_stats_size()], when evictions ask for it
-    // f16 [n_head * head_dim, 1 + SampleRule::rows] for each of kSampledKinds that evictions ask for
+    // new_samples() for each of kSampledKinds that evictions ask for
     ggml_tensor * samples[std::size(kSampledKinds)] = {};
     ggml_tensor * received =
         nullptr;  // during a second reading (cache/compact.cpp): f32 [n_cells, n_head_kv], or of what would be lost
@@ -49,6 +49,9 @@ struct CacheLayer {
     float         scale   = 1.0f;  // of scores of attention, as the last graph had it
     float         softcap = 0.0f;
 };
+
+// A tensor for samples of the queries of a layer (ops/kv_sample.h): f16 [n_head * head_dim, 1 + SampleRule::rows].
+ggml_tensor * new_samples(ggml_context * ctx, int64_t n_head, int64_t head_dim, SampledScore score);
 
 // A tensor for an Alignment (ops/kv_align.h) of every head, and what is in one.
 ggml_tensor *          new_alignment(ggml_context * ctx, int64_t n_head);

@@ -159,8 +159,8 @@ class KvStats:
             Number of tokens that were dropped.
 
         Raises:
-            ValueError: an impossible share, an empty context, a cache that is not kvfold's or not in host memory, or
-                one without room for the second reading.
+            ValueError: an impossible share, an empty context, a cache that is not kvfold's, or one
+                without room for the second reading.
             RuntimeError: another thread uses this object.
             KeyboardInterrupt: Ctrl-C; all of it was done then, or nothing.
         """

@@ -47,8 +47,8 @@ enum kvfold_score {
     KVFOLD_SCORE_VNORM   = 2,  /* small values go first */
     KVFOLD_SCORE_ATTN    = 4,  /* tokens go first that queries as of late would hardly attend to */
     KVFOLD_SCORE_RECENT  = 8,  /* the oldest go first */
-    KVFOLD_SCORE_SNAPKV  = 16, /* tokens go first that the last queries hardly attend to; cache in host memory */
-    KVFOLD_SCORE_ENTROPY = 32, /* the same for windows of queries, heads that are sure counting more; likewise */
+    KVFOLD_SCORE_SNAPKV  = 16, /* tokens go first that the last queries hardly attend to */
+    KVFOLD_SCORE_ENTROPY = 32, /* the same for windows of queries, heads that are sure counting more */
     KVFOLD_SCORE_RECONSTRUCT =
         64, /* of kvfold_compact only: tokens go first that the text does not need to be said again */
 };
@@ -220,7 +220,7 @@ KVFOLD_API bool kvfold_pin(struct llama_context * ctx, int32_t seq_id, int32_t p
  * ranges and what other sequences share. Nothing of the second reading stays in the cache, but the context's logits are gone.
  *
  * Takes about as long as the first reading, and free cells for a micro-batch (64 tokens at least, or some are evicted before). Any
- * kvfold cache in host memory. Returns the number of dropped tokens, or a negative number; the cache is as before then. */
+ * kvfold cache. Returns the number of dropped tokens, or a negative number; the cache is as before then. */
 KVFOLD_API int32_t kvfold_compact(struct llama_context * ctx, int32_t seq_id, const int32_t * tokens, size_t n_tokens,
                                   float keep);
 
