@@ -22,6 +22,8 @@ compile -c cpp/ops/kv_select.cu -o "$build/select.o"
 compile -c cpp/ops/kv_score.cu -o "$build/score.o"
 compile -c cpp/ops/kv_sample.cu -o "$build/sample.o"
 compile -c cpp/ops/kv_receive.cu -o "$build/receive.o"
+compile -c cpp/ops/kv_align.cu -o "$build/align.o"
+compile -c cpp/ops/kv_align.cpp -o "$build/align_cpu.o"
 compile -c cpp/ops/kv_score.cpp -o "$build/score_cpu.o"
 compile -c cpp/ops/kv_sample.cpp -o "$build/sample_cpu.o"
 compile -c cpp/ops/kv_receive.cpp -o "$build/receive_cpu.o"
@@ -40,7 +42,7 @@ compile -Xptxas -v -c cpp/ops/kv_attend.cu -o "$build/attend.o" 2>"$out/ptxas.tx
 for p in "${pids[@]}"; do
     wait "$p"
 done
-nvcc -arch="$arch" "$build"/{harness,fold,store,select,score,sample,receive,score_cpu,sample_cpu,receive_cpu,fold_cpu,select_cpu,sparse_cpu,rotate,codec,attend}.o "${extra[@]}" -o "$build/harness"
+nvcc -arch="$arch" "$build"/{harness,fold,store,select,score,sample,receive,align,align_cpu,score_cpu,sample_cpu,receive_cpu,fold_cpu,select_cpu,sparse_cpu,rotate,codec,attend}.o "${extra[@]}" -o "$build/harness"
 harness=$build/harness
 
 for step in "${steps[@]}"; do

@@ -287,7 +287,7 @@ void kvfold_access::attach(llama_kv_cache & kv) {
         layer.near->view_src  = layer.tier;  // ggml's own views cannot change the type
         layer.near->view_offs = tier.near_offset;
         ggml_format_name(layer.tier, "cache_tier_l%d", layer.il);
-        if (cache.config.alignment && ggml_backend_buffer_is_host(from.k->buffer)) {
+        if (cache.config.alignment) {
             layer.align = kvfold::new_alignment(ctx.get(), kv.hparams.n_head(from.il));
             cache.side_bytes += ggml_nbytes(layer.align);
         }
@@ -346,8 +346,8 @@ void kvfold_access::attach(llama_kv_cache & kv) {
                         : all_host                    ? kvfold::kMinContextCpu
                                                       : kvfold::kMinContextGpu;
     set_modes(cache, kv.hparams);
-    if (cache.config.alignment && (!cache.looks_up || !all_host)) {
-        LLAMA_LOG_WARN("kvfold: alignment is measured where decoding looks up on the CPU, which is nowhere here\n");
+    if (cache.config.alignment && !cache.looks_up) {
+        LLAMA_LOG_WARN("kvfold: alignment is measured where decoding looks up, which is nowhere here\n");
     }
 
     cache.fingerprint = kvfold::model_fingerprint(kv.model);
@@ -368,19 +368,20 @@ void kvfold_access::applied(llama_kv_cache & kv, const llama_kv_cache::slot_info
     for (uint32_t s = 0; s < ubatch.n_seqs_unq; ++s) {
         seqs.set(size_t(ubatch.seq_id_unq[s]));
     }
+    // On a device, nodes beside the attention take rows that are rotated already.
+    const bool beside = cache.second_pass != 0 || cache.config.alignment;
+    cache.fused_rotation =
+        int64_t(ubatch.n_tokens) <= cache.fused_queries && (!beside || cache.fused_queries == INT32_MAX);
     if (cache.second_pass != 0) {
         cache.plan = cache.near.plan_reading(cells, sinfo.idxs[0], seqs, n_kv);
         cache.spans.add_to_plan(cells, seqs, cache.plan);
         cache.plan.spans.clear();
-        // On a device, nodes beside the attention take rows that are rotated already.
-        cache.fused_rotation = cache.fused_queries == INT32_MAX;
         return;
     }
     cache.forget_compacted(ubatch);
     cache.plan = cache.near.plan(cells, sinfo.idxs[0], seqs, n_kv);
     cache.spans.add_to_plan(cells, seqs, cache.plan);
-    cache.plan.sparse    = looks_up(cache, cells, seqs, ubatch.n_tokens);
-    cache.fused_rotation = int64_t(ubatch.n_tokens) <= cache.fused_queries;
+    cache.plan.sparse = looks_up(cache, cells, seqs, ubatch.n_tokens);
 
     cache.folds += uint64_t(cache.plan.n_groups);
     const size_t stride = 1 + cache.group();

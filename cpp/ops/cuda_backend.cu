@@ -155,6 +155,9 @@ bool cuda_compute(ggml_backend_cuda_context & ctx, ggml_tensor * node) {
     case NodeOp::receive:
         kv_receive_cuda(receive_args(node), stream);
         break;
+    case NodeOp::align:
+        kv_align_cuda(sparse_attend_args(node), tensor_data<Alignment>(node), stream);
+        break;
     case NodeOp::lose:
         kv_lose_cuda(lose_args(node), stream);
         break;
@@ -195,9 +198,6 @@ int cuda_supports(int device, const ggml_tensor * node) {
     }
     if (NodeOp(p.op) == NodeOp::fold || NodeOp(p.op) == NodeOp::store || NodeOp(p.op) == NodeOp::store_batched) {
         return kv_ops_cuda_refusal(p.n_head_kv, p.head_dim, p.group, p.n_head_kv) == nullptr;
-    }
-    if (NodeOp(p.op) == NodeOp::align) {  // the CPU's only
-        return 0;
     }
     // attend, and what has its sources
     const ggml_tensor *q = node->src[attend_src::q], *mask = node->src[attend_src::mask];

@@ -21,7 +21,7 @@ enum class NodeOp : int32_t {
     select = 4,
     store_batched =
         5,  // a store that a backend may do together with the next store of the graph, there being nothing between
-    align   = 6,  // on the CPU only
+    align   = 6,
     score   = 7,
     observe = 8,
     observe_batched =

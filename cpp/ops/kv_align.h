@@ -1,4 +1,4 @@
-// kv_align: how much of the attention over everything an attention over lists of groups gets. For reports; slow, and only on the CPU.
+// kv_align: how much of the attention over everything an attention over lists of groups gets. For reports; slow.
 #pragma once
 
 #include <algorithm>

@@ -74,6 +74,9 @@ void   kv_sampled_cuda(const SampledArgs & a, const CudaDevice & device, void * 
 void kv_receive_cuda(const ReceiveArgs & a, cudaStream_t stream);
 void kv_lose_cuda(const LoseArgs & a, cudaStream_t stream);
 
+// kv_align, likewise; slow, as it is for reports.
+void kv_align_cuda(const SparseAttendArgs & a, Alignment * sums, cudaStream_t stream);
+
 // kv_fold: `a.n_groups` is the capacity of the plan; how many entries are real is read from `n_real` (device memory) when
 // it is not null. The bytes written equal those of the CPU. Spans are not made: a cache on a device has none.
 void kv_fold_cuda(const FoldArgs & a, const int32_t * n_real, cudaStream_t stream);

@@ -247,9 +247,11 @@ struct RowSums {
     __device__ __forceinline__ bool sees(int i) const { return m[i] > kNoScore; }
 
     // A logit that joins the denominator.
-    __device__ __forceinline__ void add_sink(int i, float sink) {
+    __device__ __forceinline__ void add_sink(int i, float sink, bool is_some) {
         rescale(i, fmaxf(m[i], sink));
-        all[i] += exp2_fast(sink - m[i]);
+        const float x = exp2_fast(sink - m[i]);
+        all[i] += x;
+        some[i] += is_some ? x : 0.0f;
     }
 
   private:

@@ -61,12 +61,12 @@ class SeenCells {
             [&](int, int, auto & s) { use(s); }, [](int, int) {});
     }
 
-    // Base 2, as sums of scores are.
-    __device__ __forceinline__ void add_sinks(RowSums & sums) const {
+    // Sinks join the sums, those of some keys too if `some`. (Base 2, as sums of scores are.)
+    __device__ __forceinline__ void add_sinks(RowSums & sums, bool some = false) const {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             if (p_.sinks != nullptr && sums.sees(i)) {
-                sums.add_sink(i, p_.sinks[rows.q_head[i]] * kLog2E);
+                sums.add_sink(i, p_.sinks[rows.q_head[i]] * kLog2E, some);
             }
         }
     }

@@ -207,7 +207,7 @@ class KvConfig:
         layers: what each layer does, see ``kvfold.layer_modes`` (``kv_layers``).
         calibration: file of ``kvfold calibrate``, whose values are the defaults of ``group``, ``lookup``,
             ``threshold``, ``min_tokens`` and ``layers`` for the model it was made with (``kv_calibration``).
-        alignment: ``fp4_csa2`` on the CPU: compare every look-up with attention over everything, for
+        alignment: ``fp4_csa2``: compare every look-up with attention over everything, for
             ``Llama.kv.alignment()``; slow (``kv_alignment``).
         hierarchical: whether ``full`` layers score summaries of 128 tokens first, and then only the groups of the best:
             ``off``, ``auto`` beyond 65536 tokens, ``on`` (``kv_hierarchical``).

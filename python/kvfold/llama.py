@@ -130,7 +130,7 @@ class Llama(llama_cpp.Llama):
         kv_layers: what each layer does, default ``auto`` (see ``kvfold.layer_modes``).
         kv_calibration: file of ``kvfold calibrate`` for this model: its values are the defaults of ``kv_group``,
             ``kv_lookup``, ``kv_threshold``, ``kv_min_tokens`` and ``kv_layers``.
-        kv_alignment: compare every look-up with attention over everything, for ``kv.alignment()``; slow, on the CPU.
+        kv_alignment: compare every look-up with attention over everything, for ``kv.alignment()``; slow.
         kv_hierarchical: score summaries of 128 tokens first, then only groups of the best: ``off`` (default), ``auto``
             (beyond 65536 tokens), ``on``.
         kv_span_pool: groups that are left to choose from then, default 16384.
