@@ -48,7 +48,7 @@ harness=$build/harness
 for step in "${steps[@]}"; do
     case $step in
         check | check-*)
-            timeout 200 "$harness" "$step" >"$out/$step.txt" 2>&1 || true
+            timeout 300 "$harness" "$step" >"$out/$step.txt" 2>&1 || true
             grep -E "FAIL|failed|error:" "$out/$step.txt" | head -40 || true
             tail -1 "$out/$step.txt"
             grep -o "error [0-9.e+-]*" "$out/$step.txt" | sort -g -k2 | tail -1 || true

@@ -136,7 +136,7 @@ __device__ __forceinline__ void add_to_alignments(const float * kept, int gqa, A
         Alignment sum{};
         for (int row = (j + gqa - row0 % gqa) % gqa; row < ROWS; row += gqa) {
             if (kept[row] > 0.0f) {
-                const double x = kept[row], divergence = -log(x);
+                const double x = kept[row], divergence = x < 1.0 ? -log(x) : 0.0;  // never -0: see the maximum
                 sum.queries += 1.0;
                 sum.recalled += x;
                 sum.divergence += divergence;
