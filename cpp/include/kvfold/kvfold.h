@@ -89,8 +89,7 @@ struct kvfold_config {
     int32_t max_tokens;  /* and at most, by a query and KV head, up to 65535; 0: no bound */
     int32_t min_context; /* shorter sequences are read whole; < 0: 4096, with layers on a GPU all are */
     char    layers[KVFOLD_LAYERS_SIZE]; /* what each layer does, see kvfold_config_set; empty: auto */
-    bool
-        alignment; /* compare every look-up with attention over everything, see kvfold_get_alignment; slow */
+    bool    alignment; /* compare every look-up with attention over everything, see kvfold_get_alignment; slow */
     enum kvfold_hierarchical  hierarchical;
     int32_t                   span_pool;   /* groups that are left to choose from, 1 .. 262144; 0: 16384 */
     struct kvfold_calibration calibration; /* takes the place of the defaults of group, look-up and layers */
