@@ -234,6 +234,36 @@ struct Case {
     bool        rotate  = false;
 };
 
+const char * const kSources[] = {"far", "tail", "mixed", "near"};
+const char * const kMasks[]   = {"none", "causal", "sequences", "bias"};
+
+template <typename T>
+T one_of(Rng & rng, const std::vector<T> & choices) {
+    return choices[size_t(uniform(rng, 0, int(choices.size()) - 1))];
+}
+
+// Anything but the head size, with as many queries as one of `n_qs`. Not rotated.
+Case random_case(Rng & rng, int dim, const std::vector<int> & n_qs) {
+    Case c{};
+    c.dim       = dim;
+    c.group     = 2 << uniform(rng, 0, 4);
+    c.n_head_kv = uniform(rng, 1, 4);
+    c.gqa       = one_of<int>(rng, {1, 2, 3, 4, 5, 7, 8, 16});
+    c.n_q       = one_of(rng, n_qs);
+    c.n_kv      = std::max(one_of<int>(rng, {1, 31, 32, 64, 100, 256, 1000, 2048, 4100, 9000}), c.n_q);
+    c.sources   = kSources[uniform(rng, 0, 3)];
+    if (c.sources == "near") {
+        c.n_kv = std::max(std::min(c.n_kv, 150), c.n_q);
+    }
+    c.mask    = kMasks[uniform(rng, 0, 3)];
+    c.softcap = uniform(rng, 0, 3) == 0 ? 30.0f : 0.0f;
+    c.sinks   = uniform(rng, 0, 3) == 0;
+    while (c.n_kv > 2 * c.n_q && double(c.n_q) * c.n_head_kv * c.gqa * c.n_kv * c.dim > 1e9) {
+        c.n_kv /= 2;  // the reference is slow
+    }
+    return c;
+}
+
 Rotation rotation_of(bool rotate, int dim) { return rotate ? Rotation{dim, 64} : Rotation{0, 0}; }
 
 // Rotates every `n` of `count` values: Hadamard matrix in natural order times n^-1/2.
@@ -797,12 +827,10 @@ void check_scratch() {
 
 void check_attend_all(bool quick, const CudaDevice & device) {
     Rng               rng(1);
-    const char *      sources[] = {"far", "tail", "mixed", "near"};
-    const char *      masks[]   = {"none", "causal", "sequences", "bias"};
     std::vector<Case> cases;
     for (int dim : {64, 128, 256}) {
         for (int group : {2, 4, 8, 16, 32}) {
-            for (const char * s : sources) {
+            for (const char * s : kSources) {
                 const bool near = std::string(s) == "near";
                 cases.push_back({dim, group, 2, 4, 1, near ? 150 : 1024 + 33, s, "none"});
                 cases.push_back({dim, group, 2, 2, 3, near ? 130 : 700, s, "causal"});
@@ -810,27 +838,8 @@ void check_attend_all(bool quick, const CudaDevice & device) {
         }
     }
     for (int i = 0; i < 120; ++i) {
-        Case c{};
-        c.dim             = 64 << uniform(rng, 0, 2);
-        c.group           = 2 << uniform(rng, 0, 4);
-        c.n_head_kv       = uniform(rng, 1, 4);
-        const int gqas[]  = {1, 2, 3, 4, 5, 7, 8, 16};
-        c.gqa             = gqas[uniform(rng, 0, 7)];
-        const int n_qs[]  = {1, 1, 2, 4, 7, 16, 17, 33, 64, 100, 200};
-        c.n_q             = n_qs[uniform(rng, 0, 10)];
-        const int n_kvs[] = {1, 31, 32, 64, 100, 256, 1000, 2048, 4100, 9000};
-        c.n_kv            = std::max(n_kvs[uniform(rng, 0, 9)], c.n_q);
-        c.sources         = sources[uniform(rng, 0, 3)];
-        if (c.sources == "near") {
-            c.n_kv = std::max(std::min(c.n_kv, 150), c.n_q);
-        }
-        c.mask    = masks[uniform(rng, 0, 3)];
-        c.softcap = uniform(rng, 0, 3) == 0 ? 30.0f : 0.0f;
-        c.sinks   = uniform(rng, 0, 3) == 0;
-        c.rotate  = c.n_q * c.gqa <= 16 && uniform(rng, 0, 1) == 0;
-        while (c.n_kv > 2 * c.n_q && double(c.n_q) * c.n_head_kv * c.gqa * c.n_kv * c.dim > 1e9) {
-            c.n_kv /= 2;  // the reference is slow
-        }
+        Case c   = random_case(rng, 64 << uniform(rng, 0, 2), {1, 1, 2, 4, 7, 16, 17, 33, 64, 100, 200});
+        c.rotate = c.n_q * c.gqa <= 16 && uniform(rng, 0, 1) == 0;
         cases.push_back(c);
     }
     for (int dim : {64, 128, 256}) {  // many splits, long rows of the merge
@@ -1450,31 +1459,9 @@ void check_receive(Rng & rng, const Case & c) {
 
 void check_receive_all(bool quick) {
     Rng               rng(12);
-    const char *      sources[] = {"far", "tail", "mixed", "near"};
-    const char *      masks[]   = {"none", "causal", "sequences", "bias"};
     std::vector<Case> cases;
     for (int i = 0; i < 120; ++i) {
-        Case c{};
-        c.dim             = 64 << i % 3;
-        c.group           = 2 << uniform(rng, 0, 4);
-        c.n_head_kv       = uniform(rng, 1, 4);
-        const int gqas[]  = {1, 2, 3, 4, 5, 7, 8, 16};
-        c.gqa             = gqas[uniform(rng, 0, 7)];
-        const int n_qs[]  = {1, 2, 7, 16, 33, 64, 100, 200, 512};
-        c.n_q             = n_qs[uniform(rng, 0, 8)];
-        const int n_kvs[] = {1, 31, 32, 64, 100, 256, 1000, 2048, 4100, 9000};
-        c.n_kv            = std::max(n_kvs[uniform(rng, 0, 9)], c.n_q);
-        c.sources         = sources[uniform(rng, 0, 3)];
-        if (c.sources == "near") {
-            c.n_kv = std::max(std::min(c.n_kv, 150), c.n_q);
-        }
-        c.mask    = masks[uniform(rng, 0, 3)];
-        c.softcap = uniform(rng, 0, 3) == 0 ? 30.0f : 0.0f;
-        c.sinks   = uniform(rng, 0, 3) == 0;
-        while (c.n_kv > 2 * c.n_q && double(c.n_q) * c.n_head_kv * c.gqa * c.n_kv * c.dim > 1e9) {
-            c.n_kv /= 2;
-        }
-        cases.push_back(c);
+        cases.push_back(random_case(rng, 64 << i % 3, {1, 2, 7, 16, 33, 64, 100, 200, 512}));
     }
     for (int dim : {64, 128, 256}) {  // a part of a text behind it
         cases.push_back({dim, 4, 2, 4, 512, 3000, "tail", "causal"});

@@ -467,7 +467,6 @@ __device__ __forceinline__ void decode_block(const AttendParams & p, const Selec
         request_keys(tile, entry);
         request_values(tile, entry);
         wait_for_earlier();
-        let_next_begin();  // with few cells there is room for it, and its launch costs no time when this ends
         prepare_queries();
     }
 
@@ -553,9 +552,7 @@ __device__ __forceinline__ void decode_block(const AttendParams & p, const Selec
         attend_units(all_warps - 1 - this_warp);
     }
     __syncthreads();  // what follows uses the memory of the tiles
-    if constexpr (SPARSE) {
-        let_next_begin();
-    }
+    let_next_begin();
 
     // Merge the warps: accumulators are brought to a common maximum, then added up, 64 channels at a time. A column that belongs to
     // nobody has scores of 0, so its weights are 1: where the mean value stands in for something, the first of them is its sum.

@@ -62,7 +62,7 @@ struct TileLoader {
 
     __device__ __forceinline__ TileLoader(const AttendParams & params, int kv_head, int thread)
         : p(params), head(kv_head), word(thread % words), cell_first(thread / words * cells),
-          scale_select(0x4440u + uint32_t((word >> 1) & 3)), in_row(kv_head * row_words + (word >> 3) * kBlockWords),
+          scale_select(scale_selector(word >> 1 & 3)), in_row(kv_head * row_words + (word >> 3) * kBlockWords),
           value_at(1 + (word & 7)), row_step(params.n_head_kv * row_words) {}
 
     // Starts loading a tile into this thread's registers.
@@ -100,7 +100,7 @@ struct TileLoader {
     __device__ __forceinline__ void decode(int tile, bool exact, const Store & store) const {
 #pragma unroll
         for (int i = 0; i < cells; ++i) {
-            const uint32_t select = COARSE ? 0x4440u : scale_select;
+            const uint32_t select = COARSE ? scale_selector(0) : scale_select;
             const Pairs    s      = decode_word(sum[i / 2], scale_pair(sum_scale[i / 2], scale_select));
             const Pairs    k      = decode_word(key[i], scale_pair(key_scale[i], select));
             store(cell_first + i, word, add_pairs(s, k), decode_word(value[i], scale_pair(value_scale[i], select)));

@@ -64,7 +64,7 @@ struct TileFeed {
     __device__ __forceinline__ void decode(int tile, int slot, bool exact, half * keys) const {
         const int        word = lane % words, mine = lane / words * cells;
         const int        block = (word >> 3) * kBlockWords, value_at = block + 1 + (word & 7);
-        const uint32_t   select = 0x4440u + uint32_t((word >> 1) & 3);
+        const uint32_t   select = scale_selector(word >> 1 & 3);
         const uint32_t * from   = raw + slot * S::raw_words;
         const int        at     = first + mine;  // of the tile's cells
 #pragma unroll
@@ -77,8 +77,9 @@ struct TileFeed {
                 // as copied: all scales are in the first word, a few bytes from its beginning
                 const int      scales = S::COARSE ? 0 : block;
                 const uint32_t row_select =
-                    S::COARSE ? 0x4440u + coarse().first_byte(tile * S::BC + at + c) + (word >> (p.scale_shift - 3))
-                              : select;
+                    S::COARSE
+                        ? scale_selector(coarse().first_byte(tile * S::BC + at + c) + (word >> (p.scale_shift - 3)))
+                        : select;
                 store(keys, at + c, word, add_pairs(s, decode_word(k[value_at], scale_pair(k[scales], row_select))),
                       decode_word(v[value_at], scale_pair(v[scales], row_select)));
             }

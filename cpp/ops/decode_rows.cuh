@@ -190,7 +190,7 @@ struct RowPlace {
         for (int i = 0; i < 2; ++i) {
             const int word = (part * W & 7) + (swapped != (i == 1) ? half : 0);
             values[i]      = scales + 1 + word;
-            select[i]      = 0x4440u + uint32_t(word >> 1 & 3);
+            select[i]      = scale_selector(word >> 1 & 3);
         }
     }
     // The w-th word of the share: where it is, and the selector of its scale.

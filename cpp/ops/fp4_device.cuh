@@ -81,6 +81,9 @@ __device__ __forceinline__ Pairs fp4_pairs(uint32_t word) {
     return {{hi & 0xFF00FF00u, lo & 0xFF00FF00u, __byte_perm(hi, 0, 0x2404), __byte_perm(lo, 0, 0x2404)}};
 }
 
+// scale_pair()'s `select` for byte 0 .. 3 of a word.
+__device__ __forceinline__ uint32_t scale_selector(uint32_t byte) { return 0x4440u + byte; }
+
 // A scale as a half, twice. `select` is what makes byte_perm(scales, 0, select) its byte. (The multiplication spares the
 // pipeline of bit operations, which is the busiest.)
 __device__ __forceinline__ uint32_t scale_pair(uint32_t scales, uint32_t select) {

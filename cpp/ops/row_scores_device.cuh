@@ -78,17 +78,15 @@ class FarKeyTiles {
     __device__ __forceinline__ void store(half * to) const {
 #pragma unroll
         for (int i = 0; i < S::part; ++i) {
-            Pairs key = decode_word(value_[i], scale_pair(scale_[i], kLowByte));
+            Pairs key = decode_word(value_[i], scale_pair(scale_[i], scale_selector(0)));
             if (!SUMMARIES) {
-                key = add_pairs(decode_word(sum_value_[i / 2], scale_pair(sum_scale_[i / 2], kLowByte)), key);
+                key = add_pairs(decode_word(sum_value_[i / 2], scale_pair(sum_scale_[i / 2], scale_selector(0))), key);
             }
             store_pairs(to + (first_ + i) * S::stride + 8 * word_, key);
         }
     }
 
   private:
-    static constexpr uint32_t kLowByte = 0x4440u;  // scale_pair()'s selector
-
     // Rows of blocks that begin with their four scales.
     __device__ __forceinline__ Place blocks(const AttendParams & p, const uint32_t * base, int head) const {
         const uint32_t * block = base + head * FarRows<D>::words + (word_ >> 3) * kBlockWords;

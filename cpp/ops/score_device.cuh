@@ -64,7 +64,7 @@ __device__ __forceinline__ int pair_order_channel(int i) {
 // Where a word of values is in a row, and the selector of its scale, which is in the word of scales before.
 __device__ __forceinline__ int      value_word(int word) { return (word >> 3) * kBlockWords + 1 + (word & 7); }
 __device__ __forceinline__ int      scale_word(int word) { return (word >> 3) * kBlockWords; }
-__device__ __forceinline__ uint32_t scale_select(int word) { return 0x4440u + uint32_t(word >> 1 & 3); }
+__device__ __forceinline__ uint32_t scale_select(int word) { return scale_selector(word >> 1 & 3); }
 
 // The scale of a word of values, times 2^8, out of its word of scales.
 __device__ __forceinline__ float scale_value(uint32_t scales, int word) {
