@@ -49,13 +49,13 @@ struct DecodeShape {
     static constexpr bool early_values = warps <= 12;
     static constexpr int  q_stride =
         D + 8;  // halves of a query in shared memory; the padding spreads queries over banks
-    static constexpr int acc_stride = 64 + 4;  // floats of a column in shared memory, likewise
+    static constexpr int acc_stride = D + 4;  // floats of a column in shared memory, likewise
     static constexpr int q_words    = columns * q_stride / 2;
     static constexpr int far_stride = FarRows<D>::stride;
 
     // Dynamic shared memory, words: the queries, then each warp's tile (keys, values, summaries), or what merging needs.
     static constexpr int tile_words(int group) { return (2 * kDecodeTile + kDecodeTile / group) * far_stride; }
-    static constexpr int merge_words = warps * 8 * acc_stride;
+    static constexpr int merge_words = warps * 8 * acc_stride + 8 * D;
     static_assert(kSharedRows * D / 2 + 1 <= tile_words(32), "current rows take the place of a tile");
     static constexpr int shared_bytes(int group) {
         return 4 * (q_words + (warps * tile_words(group) > merge_words ? warps * tile_words(group) : merge_words));
@@ -178,11 +178,31 @@ __device__ __forceinline__ float mask_score(const AttendParams & p, float score,
 
 // --- near and current rows -------------------------------------------------------------------------------------------
 
-// Entries 16 unit .. 16 unit + 15 of the list of exact cells. `space`: shared memory of the warp, kSharedRows rows of D halves.
+// The rows of a small micro-batch, in shared memory as halves and rotated, for all warps.
+constexpr int kFewRows = 2;
+template <int D>
+struct FewRows {
+    half k[kFewRows][D], v[kFewRows][D];
+};
+
+// All of them, by the last warps first: queries keep the others busy. Can be read after a barrier.
+template <int D, int WARPS>
+__device__ __forceinline__ void rotate_few(const AttendParams & p, int head, FewRows<D> & to) {
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    for (int i = WARPS - 1 - warp; i < 2 * p.n_current; i += WARPS) {
+        const int     row    = i / 2;
+        const bool    is_key = i % 2 == 0;
+        const float * from   = is_key ? p.cur_k + row * p.cur_k_stride : p.cur_v + row * p.cur_v_stride;
+        rotate_current<D>(is_key ? to.k[row] : to.v[row], from + head * D, 0, 1, is_key ? p.rot_k : p.rot_v, lane);
+    }
+}
+
+// Entries 16 unit .. 16 unit + 15 of the list of exact cells. `few`: null where there are more rows, or they come as halves; then
+// `space`: shared memory of the warp, kSharedRows rows of D halves.
 template <int D, int NB, int WARPS>
 __device__ __forceinline__ void attend_exact(const AttendParams & p, int head, int unit, int column0, int n_columns,
-                                             half * space, const uint32_t (&q)[NB][D / 32][4], Softmax<NB> & sm,
-                                             float (&o)[NB][D / 16][4]) {
+                                             const FewRows<D> * few, half * space, const uint32_t (&q)[NB][D / 32][4],
+                                             Softmax<NB> & sm, float (&o)[NB][D / 16][4]) {
     using S          = DecodeShape<D, NB, WARPS>;
     constexpr int KW = S::key_words, VW = S::value_words;
     const int     lane = threadIdx.x & 31, t = lane & 3, r = lane >> 2, at = 16 * unit + (lane & 15);
@@ -192,12 +212,16 @@ __device__ __forceinline__ void attend_exact(const AttendParams & p, int head, i
     }
     const bool    current   = __any_sync(~0u, entry.y <= kSrcCurrentBase);
     const int64_t pool_step = int64_t(p.n_head_kv) * D;
-    const bool    shared    = p.cur_half_k == nullptr;
+    const bool    shared = p.cur_half_k == nullptr, rotated = few != nullptr;
     ExactRows<D> keys{p.near_k + head * D, shared ? space : p.cur_half_k + head * D, pool_step, shared ? D : pool_step};
     ExactRows<D> values = keys;
     values.pool         = p.near_v + head * D;
     values.current      = shared ? space : p.cur_half_v + head * D;
-    if (current && shared) {
+    if (rotated) {
+        keys.current   = few->k[0];
+        values.current = few->v[0];
+    }
+    if (current && shared && !rotated) {
         rotate_current<D>(space, p.cur_k + head * D, p.cur_k_stride, p.n_current, p.rot_k, lane);
         __syncwarp();
     }
@@ -211,7 +235,7 @@ __device__ __forceinline__ void attend_exact(const AttendParams & p, int head, i
         none[u]     = x == kSrcHidden;
         load_exact<D, KW>(key[u], keys, x, t * KW, t & 1);
     }
-    if (current && shared) {
+    if (current && shared && !rotated) {
         __syncwarp();
         rotate_current<D>(space, p.cur_v + head * D, p.cur_v_stride, p.n_current, p.rot_v, lane);
         __syncwarp();
@@ -249,6 +273,25 @@ __device__ __forceinline__ void attend_exact(const AttendParams & p, int head, i
     add_exact_values<VW, NB>(o, value, b);
 }
 
+// Asks the first-level cache for so many bytes.
+template <int BYTES>
+__device__ __forceinline__ void prefetch_row(const void * row) {
+#pragma unroll
+    for (int i = 0; i < BYTES; i += 128) {
+        asm volatile("prefetch.global.L1 [%0];" ::"l"(static_cast<const char *>(row) + i));
+    }
+}
+
+// Asks the first-level cache for the rows of such a unit that are in the near pool, keys by half of the lanes and values by the other.
+template <int D>
+__device__ __forceinline__ void prefetch_exact(const AttendParams & p, int head, int unit) {
+    const int lane = threadIdx.x & 31, at = 16 * unit + (lane & 15);
+    const int src = at < p.n_exact ? __ldg(p.exact + at).y : kSrcHidden;
+    if (src >= 0) {
+        prefetch_row<D * sizeof(half)>((lane < 16 ? p.near_k : p.near_v) + (int64_t(src) * p.n_head_kv + head) * D);
+    }
+}
+
 // --- the kernel ------------------------------------------------------------------------------------------------------
 
 // Which far cells are attended: all, those of lists, or those of lists that the kernel makes first.
@@ -263,8 +306,9 @@ __device__ __forceinline__ void decode_block(const AttendParams & p, const Selec
     constexpr int     KW = S::key_words, VW = S::value_words, MT = 4 * VW;
     constexpr bool    SPARSE = READS != Reads::all;
     extern __shared__ __align__(16) uint32_t shared[];
-    __shared__ float2                        shared_ml[S::warps][8];
+    __shared__ float2                        shared_ml[S::warps][8], column_ml[8];
     __shared__ std::conditional_t<READS == Reads::looked_up, LookupShared<WARPS>, char> look_up_shared;
+    __shared__ std::conditional_t<READS == Reads::looked_up, char, FewRows<D>> few_rows;
 
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, t = lane & 3, r = lane >> 2;
     const int head = blockIdx.x, column0 = blockIdx.z * (SPARSE ? p.gqa : S::columns);
@@ -279,6 +323,10 @@ __device__ __forceinline__ void decode_block(const AttendParams & p, const Selec
     const int step    = READS == Reads::looked_up ? S::warps : all_warps;
     const int me      = READS == Reads::looked_up ? warp : this_warp;
     auto      tile_of = [&](int round) { return n_tiles - 1 - (round == 0 ? me : round * step + step - 1 - me); };
+    // The warp's next tile, or none. Those of a list go up, so that the first can be asked for before the list's length is known.
+    auto following = [&](int tile) {
+        return READS != Reads::listed ? tile - step : tile >= 0 && tile + step < n_tiles ? tile + step : -1;
+    };
 
     // The warp's tile in shared memory, and how it gets there. The keys and summaries of a tile are one commit, its values
     // another; keys are requested before values, so there is always one younger commit than the one waited for.
@@ -392,7 +440,14 @@ __device__ __forceinline__ void decode_block(const AttendParams & p, const Selec
         sm.l[nb][0] = sm.l[nb][1] = 0.0f;
     }
 
-    auto prepare_queries = [&]() {
+    const FewRows<D> * few             = nullptr;
+    auto               prepare_queries = [&]() {
+        if constexpr (READS != Reads::looked_up) {
+            if (p.cur_half_k == nullptr && p.n_current <= kFewRows) {
+                rotate_few<D, WARPS>(p, head, few_rows);
+                few = &few_rows;
+            }
+        }
         half * q_rows = reinterpret_cast<half *>(shared);
 #pragma unroll 1
         for (int j = warp; j < S::columns; j += S::warps) {
@@ -414,10 +469,11 @@ __device__ __forceinline__ void decode_block(const AttendParams & p, const Selec
         half * const space = reinterpret_cast<half *>(keys + ((keys - shared) & 1));
 #pragma unroll 1
         for (const int n_units = (p.n_exact + 15) / 16; unit < n_units; unit += all_warps) {
-            attend_exact<D, NB, WARPS>(p, head, unit, column0, n_columns, space, q, sm, o);
+            attend_exact<D, NB, WARPS>(p, head, unit, column0, n_columns, few, space, q, sm, o);
         }
     };
 
+    const int   first_unit = (n_tiles / step & 1) == 0 ? step - 1 - me : me;  // where everything is read
     int         tile, after, entry = 0, next_entry = 0;
     bool        all_taken = false;  // by a look-up
     TileRequest request;
@@ -449,14 +505,16 @@ __device__ __forceinline__ void decode_block(const AttendParams & p, const Selec
         if (p.after_lookup) {
             wait_for_earlier();
         }
-        list       = p.selected + (int64_t(blockIdx.z) * p.n_head_kv + head) * p.list_stride;
-        n_listed   = __ldcg(list++);
-        n_tiles    = ((n_listed << p.group_shift) + kDecodeTile - 1) / kDecodeTile;
-        tile       = tile_of(0);
-        after      = tile_of(1);
-        entry      = listed(tile);
-        next_entry = listed(after);
-        request    = request_sight(tile, entry);
+        list              = p.selected + (int64_t(blockIdx.z) * p.n_head_kv + head) * p.list_stride;
+        const int at      = 1 + me * n_sums + lane;
+        const int perhaps = lane < n_sums && at < p.list_stride ? __ldcg(list + at) : 0;
+        n_listed          = __ldcg(list++);
+        n_tiles           = ((n_listed << p.group_shift) + kDecodeTile - 1) / kDecodeTile;
+        tile              = me < n_tiles ? me : -1;
+        after             = following(tile);
+        entry             = at <= n_listed ? perhaps : 0;
+        next_entry        = listed(after);
+        request           = request_sight(tile, entry);
         request_keys(tile, entry);
         request_values(tile, entry);
     } else {
@@ -466,11 +524,13 @@ __device__ __forceinline__ void decode_block(const AttendParams & p, const Selec
         request = request_sight(tile, entry);
         request_keys(tile, entry);
         request_values(tile, entry);
+        // and so is the near pool; at the beginning of a context its rows take longer to come than all the rest
+        prefetch_exact<D>(p, head, first_unit);
         wait_for_earlier();
         prepare_queries();
     }
 
-    for (; tile >= 0; tile = after, after -= step) {
+    for (; tile >= 0; tile = after, after = following(after)) {
         const int       cell0 = tile * kDecodeTile;
         const TileSight sight = sight_of(request, tile);
         request               = request_sight(after, next_entry);
@@ -540,31 +600,32 @@ __device__ __forceinline__ void decode_block(const AttendParams & p, const Selec
         request_values(after, next_entry);
         if constexpr (SPARSE) {
             entry      = next_entry;
-            next_entry = listed(after - step);
+            next_entry = listed(following(after));
         }
     }
     copy_wait<0>();
 
     // first to warps that the last round has left out
     if constexpr (READS == Reads::all) {
-        attend_units((n_tiles / step & 1) == 0 ? step - 1 - me : me);
+        attend_units(first_unit);
     } else if constexpr (READS == Reads::looked_up) {
         attend_units(all_warps - 1 - this_warp);
     }
     __syncthreads();  // what follows uses the memory of the tiles
     let_next_begin();
 
-    // Merge the warps: accumulators are brought to a common maximum, then added up, 64 channels at a time. A column that belongs to
+    // Merge the warps: accumulators are brought to a common maximum, then added up. A column that belongs to
     // nobody has scores of 0, so its weights are 1: where the mean value stands in for something, the first of them is its sum.
     const bool stands_in = SPARSE && p.stands_in;
     const int  n_heads = min(S::columns, n_columns - column0), n_own = n_heads + (stands_in ? 1 : 0);
     const auto part_row = [&](int j, int query, int h) {
         return j < n_heads ? query * p.n_head + h : mean_row(p, query0, head);
     };
-    float * acc = reinterpret_cast<float *>(shared + S::q_words);  // [warp][column][64 channels: index, r]
+    float * const acc  = reinterpret_cast<float *>(shared + S::q_words);  // [warp][column][channel: index, r]
+    float * const only = acc + S::warps * 8 * S::acc_stride;              // [column][channel], of the only split
 #pragma unroll
     for (int nb = 0; nb < NB; ++nb) {
-        float own[2], top[2] = {kNoScore, kNoScore}, l[2] = {0.0f, 0.0f};
+        const int n_here = min(8, n_own - 8 * nb);
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
             sm.l[nb][c] = warp_reduce<4>(sm.l[nb][c], Sum{});
@@ -574,66 +635,67 @@ __device__ __forceinline__ void decode_block(const AttendParams & p, const Selec
             shared_ml[warp][2 * t + 1] = make_float2(sm.m[nb][1], sm.l[nb][1]);
         }
         __syncthreads();
-#pragma unroll
-        for (int c = 0; c < 2; ++c) {
-#pragma unroll
-            for (int i = 0; i < S::warps; ++i) {
-                top[c] = fmaxf(top[c], shared_ml[i][2 * t + c].x);
+#pragma unroll 1
+        for (int j = warp; j < n_here; j += S::warps) {
+            const float2 x   = lane < S::warps ? shared_ml[lane][j] : make_float2(kNoScore, 0.0f);
+            const float  top = warp_reduce(x.x, Max{}), f = exp2_fast(x.x - top), l = warp_reduce(f * x.y, Sum{});
+            if (lane < S::warps) {
+                shared_ml[lane][j].x = f;
             }
-#pragma unroll
-            for (int i = 0; i < S::warps; ++i) {
-                l[c] += exp2_fast(shared_ml[i][2 * t + c].x - top[c]) * shared_ml[i][2 * t + c].y;
+            if (lane == 0) {
+                column_ml[j] = make_float2(top, l);
             }
-            own[c] = exp2_fast(sm.m[nb][c] - top[c]);
         }
         __syncthreads();
-        if (warp == 0 && r == 0) {
-            shared_ml[0][2 * t]     = make_float2(top[0], l[0]);
-            shared_ml[0][2 * t + 1] = make_float2(top[1], l[1]);
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+            const int j = 2 * t + c;
+            if (j < n_here) {
+                const float own = shared_ml[warp][j].x;
+                float *     to  = acc + (warp * 8 + j) * S::acc_stride + r;
+#pragma unroll
+                for (int i = 0; i < MT; ++i) {
+                    to[8 * (2 * i)]     = o[nb][i][c] * own;
+                    to[8 * (2 * i + 1)] = o[nb][i][c + 2] * own;
+                }
+            }
         }
+        __syncthreads();
+#pragma unroll 1
+        for (int e = threadIdx.x; e < n_here * D; e += S::threads) {
+            const int j = e / D, place = e % D, d = value_channel<D>(place % 8, place / 8);
+            float     total = 0.0f;
 #pragma unroll
-        for (int w = 0; w < VW; ++w) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-#pragma unroll
-                for (int c = 0; c < 4; ++c) {
-                    if (8 * nb + 2 * t + (c & 1) < n_own) {
-                        acc[(warp * 8 + 2 * t + (c & 1)) * S::acc_stride + (2 * i + (c >> 1)) * 8 + r] =
-                            o[nb][4 * w + i][c] * own[c & 1];
-                    }
+            for (int i = 0; i < S::warps; ++i) {
+                total += acc[(i * 8 + j) * S::acc_stride + place];
+            }
+            if (p.n_split == 1) {
+                only[j * D + d] = total;
+            } else {
+                const int    column = column0 + 8 * nb + j, query = column_query(p, column);
+                const int    h     = head * p.gqa + column - query * p.gqa;
+                const size_t at    = size_t(blockIdx.y) * p.part_rows + part_row(8 * nb + j, query, h);
+                p.part[at * D + d] = total;
+                if (place == 0) {
+                    p.part_ml[at] = column_ml[j];
                 }
             }
-            __syncthreads();
-            for (int e = threadIdx.x; e < min(8, n_own - 8 * nb) * 64; e += S::threads) {
-                const int j = e / 64, place = e % 64, d = value_channel<D>(place % 8, 8 * w + place / 8);
+        }
+        __syncthreads();
+        if (p.n_split == 1) {
+#pragma unroll 1
+            for (int j = warp; j < n_here; j += S::warps) {
                 const int column = column0 + 8 * nb + j, query = column_query(p, column);
-                const int h     = head * p.gqa + column - query * p.gqa;
-                float     total = 0.0f;
+                float     total[D / 32];
 #pragma unroll
-                for (int i = 0; i < S::warps; ++i) {
-                    total += acc[(i * 8 + j) * S::acc_stride + place];
+                for (int i = 0; i < D / 32; ++i) {
+                    total[i] = only[j * D + lane + 32 * i];
                 }
-                if (p.n_split == 1) {
-                    p.out[(size_t(query) * p.n_head + h) * D + d] = finish_output(p, h, total, shared_ml[0][j]);
-                } else {
-                    const size_t at    = size_t(blockIdx.y) * p.part_rows + part_row(8 * nb + j, query, h);
-                    p.part[at * D + d] = total;
-                    if (w == 0 && place == 0) {
-                        p.part_ml[at] = shared_ml[0][j];
-                    }
-                }
+                write_output<D>(p, query, head * p.gqa + column - query * p.gqa, total, column_ml[j], lane);
             }
-            __syncthreads();
         }
     }
     if (p.n_split == 1) {
-        if (p.rot_v != 0) {
-            __syncthreads();
-            for (int j = warp; j < n_own; j += S::warps) {
-                const int column = column0 + j, query = column_query(p, column);
-                rotate_output<D>(p, query * p.n_head + head * p.gqa + column - query * p.gqa, lane);
-            }
-        }
         return;
     }
     if (p.arrival_slot < 0) {

@@ -57,43 +57,54 @@ __device__ __forceinline__ void write_output(const AttendParams & p, int query, 
     }
 }
 
-// Rotates a row of the output in place. The whole warp calls.
-template <int D>
-__device__ __forceinline__ void rotate_output(const AttendParams & p, int row, int lane) {
-    float * at = p.out + size_t(row) * D + lane;
-    float   x[D / 32];
-#pragma unroll
-    for (int c = 0; c < D / 32; ++c) {
-        x[c] = at[32 * c];
-    }
-    rotate_row(x, p.rot_v, lane);
-#pragma unroll
-    for (int c = 0; c < D / 32; ++c) {
-        at[32 * c] = x[c];
-    }
-}
-
 // Adds up the splits share, share + shares, ... of output row `row` (of `rows`) to `acc` [D]; the whole warp calls. Returns
 // the maximum of all splits and the share's sum of weights.
 template <int D>
 __device__ __forceinline__ float2 merge_splits(const AttendParams & p, size_t row, size_t rows, int share, int shares,
                                                float * acc, int lane) {
-    constexpr int C = D / 32;  // channels a lane
-    float         m = kNoScore;
-    for (int i = lane; i < p.n_split; i += 32) {
-        m = fmaxf(m, __ldcg(&p.part_ml[i * rows + row].x));
+    constexpr int C = D / 32, kAhead = 4;  // channels a lane, splits that are on the way together
+    const auto    ml_of = [&](int i) { return __ldcg(&p.part_ml[i * rows + row]); };
+    float         value[kAhead][C];
+    const auto    load = [&](int first) {
+#pragma unroll
+        for (int a = 0; a < kAhead; ++a) {
+            const int i = first + a * shares;
+#pragma unroll
+            for (int c = 0; c < C; ++c) {
+                value[a][c] = i < p.n_split ? __ldcg(p.part + (i * rows + row) * D + lane + 32 * c) : 0.0f;
+            }
+        }
+    };
+    load(share);
+    const float2 own = lane < p.n_split ? ml_of(lane) : make_float2(kNoScore, 0.0f);
+    float        m   = own.x;
+#pragma unroll 1
+    for (int i = lane + 32; i < p.n_split; i += 32) {
+        m = fmaxf(m, ml_of(i).x);
     }
     m            = warp_reduce(m, Max{});
     float sum[C] = {}, l = 0.0f;
-#pragma unroll 8
-    for (int i = share; i < p.n_split; i += shares) {
-        const float2  x    = __ldcg(&p.part_ml[i * rows + row]);
-        const float * from = p.part + (i * rows + row) * D + lane;
-        const float   f    = exp2_fast(x.x - m);
-        l += f * x.y;
+#pragma unroll 1
+    for (int first = share; first < p.n_split;) {
 #pragma unroll
-        for (int c = 0; c < C; ++c) {
-            sum[c] += f * __ldcg(from + 32 * c);
+        for (int a = 0; a < kAhead; ++a) {
+            const int i = first + a * shares;
+            if (i < p.n_split) {
+                float2 x = make_float2(__shfl_sync(~0u, own.x, i & 31), __shfl_sync(~0u, own.y, i & 31));
+                if (i >= 32) {
+                    x = ml_of(i);
+                }
+                const float f = exp2_fast(x.x - m);
+                l += f * x.y;
+#pragma unroll
+                for (int c = 0; c < C; ++c) {
+                    sum[c] += f * value[a][c];
+                }
+            }
+        }
+        first += kAhead * shares;
+        if (first < p.n_split) {
+            load(first);
         }
     }
 #pragma unroll
