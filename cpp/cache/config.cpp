@@ -27,7 +27,13 @@ constexpr int32_t  kMaxPool   = 262144;
 constexpr float    kKeep      = 0.78f;
 constexpr uint32_t kScore     = KVFOLD_SCORE_KEYDIFF | KVFOLD_SCORE_ATTN;  // bench/prune_quality.py
 
-constexpr int32_t kDenseLayers = 2;  // first layers of a model: little to read, much to lose
+// What `auto` makes of the layers. The first ones of a model are dense: little to read, much to lose. In the rest of the first third attention
+// is diffuse, and what is not found there is lost to all that follow: these layers may read more than the budget says where the
+// threshold asks for it, and the others a little less for that (docs/look-up.md).
+constexpr int32_t kDenseLayers = 2;
+constexpr int32_t kEarlyPart   = 3;     // of the layers, one in so many is early
+constexpr float   kEarlyShare  = 2.0f;  // times the budget, at most
+constexpr float   kLateShare   = 0.85f;
 
 thread_local std::string                t_last_error;
 thread_local std::vector<kvfold_config> t_scopes;
@@ -346,11 +352,18 @@ kvfold_config unset_config(kvfold_type type) {
     return c;
 }
 
-bool layer_rules(const char * text, const std::vector<int32_t> & layers, std::vector<LayerRule> & rules) {
+bool layer_rules(const kvfold_config & config, const std::vector<int32_t> & layers, int32_t n_layer,
+                 std::vector<LayerRule> & rules) {
+    const char * text = config.layers;
     rules.clear();
     if (is_auto(text)) {
+        // without a threshold every layer reads as much as it may
+        const bool  may_stop = config.threshold > 0.0f;
+        const float early    = may_stop ? std::min(1.0f, kEarlyShare * config.lookup_max) : config.lookup_max;
+        const float late     = may_stop ? kLateShare * config.lookup_max : config.lookup_max;
         for (const int32_t il : layers) {
-            rules.push_back({il < kDenseLayers ? LayerMode::dense : LayerMode::full, 0.0f});
+            rules.push_back(
+                {il < kDenseLayers ? LayerMode::dense : LayerMode::full, il < n_layer / kEarlyPart ? early : late});
         }
         return true;
     }
@@ -514,7 +527,9 @@ bool kvfold_config_set(kvfold_config * config, const char * key, const char * va
             return fail(message("kv_layers is longer than %zu characters; use mode*N for runs of layers",
                                 sizeof(config->layers) - 1));
         }
-        if (!layer_rules(value, {}, rules)) {
+        kvfold_config with = *config;
+        std::strcpy(with.layers, value);
+        if (!layer_rules(with, {}, 0, rules)) {
             return false;
         }
         std::strcpy(config->layers, value);
@@ -600,7 +615,7 @@ bool kvfold_config_check(const kvfold_config * config) {
         return fail("kv_hierarchical on has no effect with a kv_lookup of 1: everything is read; possible: auto, off");
     }
     std::vector<LayerRule> rules;
-    return layer_rules(c.layers, {}, rules);
+    return layer_rules(c, {}, 0, rules);
 }
 
 bool kvfold_scope_push(const kvfold_config * config) {

@@ -28,9 +28,10 @@ struct LayerRule {
     float     share;  // takes the place of kvfold_config::lookup_max; 0: none of its own
 };
 
-// Expands kvfold_config::layers for layers of these numbers in the model; false (see fail) if that is impossible. An empty
-// list of layers only checks the text.
-bool layer_rules(const char * text, const std::vector<int32_t> & layers, std::vector<LayerRule> & rules);
+// Expands kvfold_config::layers, of a resolved configuration, for layers of these numbers in a model of `n_layer`; false (see fail) if
+// that is impossible. An empty list of layers only checks the text.
+bool layer_rules(const kvfold_config & config, const std::vector<int32_t> & layers, int32_t n_layer,
+                 std::vector<LayerRule> & rules);
 
 // Remembers the reason for kvfold_last_error() and returns false, so that `return fail(...)` reads well.
 bool fail(const std::string & reason);

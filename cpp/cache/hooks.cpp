@@ -71,7 +71,7 @@ void set_modes(kvfold_cache & cache, const llama_hparams & hparams) {
         numbers.push_back(layer.il);
     }
     std::vector<kvfold::LayerRule> rules;
-    if (!kvfold::layer_rules(cache.config.layers, numbers, rules)) {
+    if (!kvfold::layer_rules(cache.config, numbers, int32_t(hparams.n_layer()), rules)) {
         throw std::runtime_error(kvfold_last_error());
     }
     int32_t chosen_heads = 0;  // of the layer whose choice may be taken over

@@ -122,7 +122,7 @@ class Llama(llama_cpp.Llama):
         kv_scale_group: channels of a folded row that share a scale, default 16; 32 and 64 make it smaller and
             less exact.
         kv_lookup: ``fp4_csa2...``: share of the folded groups that decoding reads in long contexts, one number or
-            ``(smallest, largest)``, default 0.2; 1 reads everything.
+            ``(smallest, largest)``, default 0.2; 1 reads everything. What layers make of it: ``kv_layers``.
         kv_threshold: share of the estimated attention that may stay unread between those, default 0.1.
         kv_min_tokens: folded tokens that are read at least, default 256.
         kv_max_tokens: and at most, by a query and KV head, default 0, which is no bound.

@@ -104,6 +104,28 @@ def test_decoding_does_not_drift(smollm2: Model, prose: list[int], logits, kv_ty
         assert part <= 0.3 * of, (thirds, own)
 
 
+@pytest.mark.parametrize("threshold", [0.1, 0])
+def test_auto_reads_more_in_early_layers(smollm2: Model, prose: list[int], threshold: float) -> None:
+    """Of 30 layers two are dense, eight may read up to twice the share and 20 read 0.85 of it; all alike if nothing stops them."""
+    settings = {"lookup": "0.2", "threshold": threshold, "min_tokens": 0, "min_context": 256, "alignment": "true"}
+    with Context(smollm2, "fp4_csa2", n_ctx=N + 64, n_ubatch=256, n_threads=2, settings=settings) as context:
+        context.feed(prose[: N - 8], chunk=256)
+        context.feed(prose[N - 8 :], chunk=1)
+        rows = context.alignment()
+    read: dict[int, list[float]] = {}
+    for layer, _, n, *_, share in rows:
+        assert (n > 0) == (layer >= 2)
+        if n > 0:
+            read.setdefault(layer, []).append(share)
+    early = np.mean([read[layer] for layer in range(2, 10)], axis=1)
+    late = np.mean([read[layer] for layer in range(10, 30)], axis=1)
+    if threshold == 0:
+        assert np.allclose([*early, *late], 0.2, atol=0.01)
+    else:
+        assert np.allclose(late, 0.17, atol=0.01)
+        assert early.min() >= 0.2 and early.max() <= 0.41 and early.max() > 0.25
+
+
 def test_facts_survive_compacting(smollm2: Model, prose: list[int]) -> None:
     """Told once each, in a text of which half is dropped before anybody asks: answered as from all of it."""
     facts = {"Anna": "52817", "Peter": "90346"}
