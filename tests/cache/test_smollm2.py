@@ -106,7 +106,10 @@ def test_decoding_does_not_drift(smollm2: Model, prose: list[int], logits, kv_ty
 
 @pytest.mark.parametrize("threshold", [0.1, 0])
 def test_auto_reads_more_in_early_layers(smollm2: Model, prose: list[int], threshold: float) -> None:
-    """Of 30 layers two are dense, eight may read up to twice the share and 20 read 0.85 of it; all alike if nothing stops them."""
+    """Of 30 layers two are dense, eight may read up to twice the share and 20 read 0.85 of it.
+
+    Without a threshold nothing stops them, and all read the share.
+    """
     settings = {"lookup": "0.2", "threshold": threshold, "min_tokens": 0, "min_context": 256, "alignment": "true"}
     with Context(smollm2, "fp4_csa2", n_ctx=N + 64, n_ubatch=256, n_threads=2, settings=settings) as context:
         context.feed(prose[: N - 8], chunk=256)
