@@ -24,7 +24,7 @@ from kvfold.plan import Wishes, make_plan
 from kvfold.units import parse_count, size_text
 
 MOST = 0.03
-LOGGED = 0.005 * 2**20  #: the runtime tells sizes of upstream's caches in MiB with two digits
+LOGGED = 0.005 * 2**20 + 1  #: the runtime tells sizes of upstream's caches in MiB with two digits
 
 
 def check(path: Path, kv_type: str, n_ctx: int) -> bool:
