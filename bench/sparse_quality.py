@@ -543,6 +543,11 @@ RUNTIME_SETS: dict[str, list[dict[str, str]]] = {
         *({"lookup": "0.2", "hierarchical": "on", "span-pool": n} for n in ("480", "240", "720")),
     ],
     "least": [{"lookup": "0.2", "min-tokens": n} for n in ("512", "1024")],
+    # The same share in all layers, as against `auto`.
+    "even": [
+        {"lookup": share, "group": m, "layers": "dense*2,full"}
+        for m, share in (("4", "0.2"), ("4", "0.2,0.4"), ("4", "0.1,0.2"), ("2", "0.2"), ("2", "0.1,0.2"))
+    ],
 }
 NUMBERS = {
     "KLD": r"Mean +KLD: +(\S+ ± +\S+)",
