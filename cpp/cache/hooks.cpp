@@ -59,6 +59,17 @@ float largest_share(const kvfold_cache & cache) {
     return share;
 }
 
+// The smallest one that layers which choose for themselves may read.
+float smallest_share(const kvfold_cache & cache) {
+    float share = 1.0f;
+    for (const auto & layer : cache.layers) {
+        if (layer.mode == kvfold::LayerMode::full || layer.mode == kvfold::LayerMode::reindex) {
+            share = std::min({share, layer.lookup_max, cache.config.lookup_min});
+        }
+    }
+    return std::min(share, largest_share(cache));
+}
+
 // Decides what each layer does. Throws when the settings do not fit the model.
 void set_modes(kvfold_cache & cache, const llama_hparams & hparams) {
     using kvfold::LayerMode;
@@ -622,8 +633,9 @@ void kvfold_access::announce(const llama_context & ctx) {
     const double mib = 1024.0 * 1024.0;
     std::string  lookup;
     if (kv->kvfold->looks_up) {
-        lookup = kvfold::message("; beyond %d tokens decoding reads %.0f-%.0f %%", s.config.min_context,
-                                 100.0 * double(s.config.lookup_min), 100.0 * double(largest_share(*kv->kvfold)));
+        lookup =
+            kvfold::message("; beyond %d tokens layers read %.0f to %.0f %% of it in decoding", s.config.min_context,
+                            100.0 * double(smallest_share(*kv->kvfold)), 100.0 * double(largest_share(*kv->kvfold)));
     }
     const std::string line = kvfold::message(
         "kv %s: %.1f MiB, f16 would be %.1f (%.1f %%); near %.1f MiB; attention on %s%s",
