@@ -11,6 +11,7 @@
 #if defined(__AVX512F__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ < 13
 // False alarms raised inside GCC's own AVX-512 header (GCC bug 105593), so this comes before it.
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#pragma GCC diagnostic ignored "-Wuninitialized"
 #endif
 
 #if defined(__AVX__) || defined(__F16C__)
