@@ -532,7 +532,7 @@ bool kvfold_config_set(kvfold_config * config, const char * key, const char * va
         if (!layer_rules(with, {}, 0, rules)) {
             return false;
         }
-        std::strcpy(config->layers, value);
+        *config = with;
         return true;
     }
     if (is_any(key, "calibration", "kv_calibration")) {

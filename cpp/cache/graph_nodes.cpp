@@ -243,6 +243,23 @@ void keep_with_cache(const llm_graph_context & g, const CacheLayer & layer, ggml
     }
 }
 
+// Adds a node, and what it needs, not at the end of the graph but as early as its sources are there.
+void expand_early(ggml_cgraph * graph, ggml_tensor * node) {
+    const int before = ggml_graph_n_nodes(graph);
+    ggml_build_forward_expand(graph, node);
+    ggml_tensor ** nodes = ggml_graph_nodes(graph);
+    const int      after = ggml_graph_n_nodes(graph);
+    int            place = 0;
+    for (int i = before; i < after; ++i) {
+        for (const ggml_tensor * source : nodes[i]->src) {
+            // a source among what was added is where it was added
+            const int at = int(std::find(nodes, nodes + before, source) - nodes);
+            place        = at < before ? std::max(place, at + 1) : place;
+        }
+    }
+    std::rotate(nodes + place, nodes + before, nodes + after);
+}
+
 // The lists that a layer's attention reads by, or null: everything. Adds what nodes it takes.
 ggml_tensor * select_groups(const llm_graph_context & g, const kvfold_cache & cache, NodeSpec spec, ggml_tensor * q,
                             ggml_tensor * mask, PlanInput & input, int il) {
@@ -254,7 +271,12 @@ ggml_tensor * select_groups(const llm_graph_context & g, const kvfold_cache & ca
         ggml_tensor * node   = select_node(g.ctx0, spec, q, input.words, mask, pool, capacity, unread);
         ggml_format_name(node, "kvfold_%s-%d", what, il);
         keep_with_cache(g, spec.layer, node);
-        ggml_build_forward_expand(g.gf, node);
+        // A device has other work meanwhile (cuda_backend.cu).
+        if (ggml_backend_buffer_is_host(spec.layer.far_k->buffer)) {
+            ggml_build_forward_expand(g.gf, node);
+        } else {
+            expand_early(g.gf, node);
+        }
         return node;
     };
     const float        most   = spec.layer.lookup_max;

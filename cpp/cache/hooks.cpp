@@ -50,20 +50,27 @@ bool device_selects(const kvfold_cache & cache, const kvfold::CacheLayer & layer
                                   layer.head_dim, cache.config.group, pool));
 }
 
+// Does a layer read a share that it chooses itself?
+bool has_share(const kvfold::CacheLayer & layer) {
+    return layer.mode == kvfold::LayerMode::full || layer.mode == kvfold::LayerMode::reindex;
+}
+
 // The largest share that look-ups of a layer may read.
 float largest_share(const kvfold_cache & cache) {
     float share = 0.0f;
     for (const auto & layer : cache.layers) {
-        share = std::max(share, layer.lookup_max);
+        if (has_share(layer)) {
+            share = std::max(share, layer.lookup_max);
+        }
     }
     return share;
 }
 
-// The smallest one that layers which choose for themselves may read.
+// The smallest one that they may stop at.
 float smallest_share(const kvfold_cache & cache) {
     float share = 1.0f;
     for (const auto & layer : cache.layers) {
-        if (layer.mode == kvfold::LayerMode::full || layer.mode == kvfold::LayerMode::reindex) {
+        if (has_share(layer)) {
             share = std::min({share, layer.lookup_max, cache.config.lookup_min});
         }
     }

@@ -51,7 +51,64 @@ bool packed(const ggml_tensor * t, ggml_type type) {
     return t != nullptr && t->type == type && t->nb[0] == ggml_type_size(type);
 }
 
+// --- a look-up beside other nodes ------------------------------------------------------------------------------------
+//
+// A look-up needs the queries only, and its blocks mostly wait for each other. So the graph has it before the projections of keys and
+// values (graph_nodes.cpp), and those are queued on a second stream until the attention needs both: at 64K that takes 6 us of 40 off a
+// layer (bench/cuda/NOTES.md, look-up 11). Neither is in the way of the other, since the attention has all that a look-up reads and
+// writes among its sources, so that no node between them is given that memory. Only a look-up that is a launch of its own goes ahead.
+
+// Streams of a context are ggml's, which uses the first ones where it runs nodes side by side.
+constexpr int kSecondStream = GGML_CUDA_MAX_STREAMS - 1;
+
+struct Ahead {
+    const ggml_cgraph * graph     = nullptr;  // that is being queued
+    const ggml_tensor * selection = nullptr;  // whose attention is still to come; other nodes go to the second stream
+    cudaEvent_t         events[GGML_CUDA_MAX_DEVICES][2]{};
+};
+thread_local Ahead ahead;
+
+// Or does ggml run nodes of this graph side by side (GGML_CUDA_GRAPH_OPT)?
+bool runs_in_order(ggml_backend_cuda_context & ctx) {
+    return ctx.curr_stream_no == 0 && ctx.stream_context().concurrent_events.empty();
+}
+
+bool may_go_ahead(const ggml_tensor * selection) {
+    return is_deferred_look_up(selection) && kv_select_cuda_reads_few(select_args(selection));
+}
+
+// The attention has to be in the same graph: a graph that is recorded must end on one stream.
+bool is_followed_by_attention(const ggml_tensor * selection) {
+    ggml_cgraph * graph = const_cast<ggml_cgraph *>(ahead.graph);  // ggml's functions want it so
+    for (int i = 0; graph != nullptr && i < ggml_graph_n_nodes(graph); ++i) {
+        const ggml_tensor * node = ggml_graph_node(graph, i);
+        if (is_kvfold_node(node) && NodeOp(node_params(node).op) == NodeOp::attend &&
+            node->src[attend_src::selection] == selection && looks_up(node)) {
+            return true;
+        }
+    }
+    return false;
+}
+
+// What is queued on `to` from now on waits for what has been queued on `from`.
+void follow(ggml_backend_cuda_context & ctx, int from, int to) {
+    cudaEvent_t & event = ahead.events[ctx.device][from == 0 ? 0 : 1];
+    if (event == nullptr) {
+        CUDA_CHECK(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
+    }
+    CUDA_CHECK(cudaEventRecord(event, ctx.stream(ctx.device, from)));
+    CUDA_CHECK(cudaStreamWaitEvent(ctx.stream(ctx.device, to), event));
+}
+
 }  // namespace
+
+void cuda_begin(ggml_backend_cuda_context & ctx, const ggml_cgraph * graph) {
+    if (ahead.selection != nullptr) {  // a graph that broke off
+        ctx.curr_stream_no = 0;
+    }
+    ahead.graph     = graph;
+    ahead.selection = nullptr;
+}
 
 size_t cuda_scratch(int device_id, const ggml_tensor * node) {
     if (!is_kvfold_node(node)) {
@@ -60,7 +117,8 @@ size_t cuda_scratch(int device_id, const ggml_tensor * node) {
     const CudaDevice device = the_device(device_id);
     size_t           bytes  = 0;
     if (NodeOp(node_params(node).op) == NodeOp::select) {
-        bytes = is_deferred_look_up(node) ? 0 : kv_select_cuda_scratch(select_args(node), device);
+        const bool alone = !is_deferred_look_up(node) || may_go_ahead(node);
+        bytes            = alone ? kv_select_cuda_scratch(select_args(node), device) : 0;
     } else if (NodeOp(node_params(node).op) == NodeOp::attend) {
         const ggml_tensor * selection = node->src[attend_src::selection];
         bytes = selection == nullptr ? kv_attend_cuda_scratch(attend_args(node), device)
@@ -93,7 +151,13 @@ bool cuda_compute(ggml_backend_cuda_context & ctx, ggml_tensor * node) {
         samples.clear();
         if (const ggml_tensor * selection = node->src[attend_src::selection]; selection != nullptr) {
             const SparseAttendArgs a = sparse_attend_args(node);
-            if (looks_up(node) && is_deferred_look_up(selection)) {
+            if (selection == ahead.selection) {
+                ahead.selection    = nullptr;
+                ctx.curr_stream_no = 0;
+                stream             = ctx.stream();
+                follow(ctx, kSecondStream, 0);
+                kv_attend_sparse_cuda(a, true, device, scratch_of(node), stream);
+            } else if (looks_up(node) && is_deferred_look_up(selection)) {
                 kv_select_attend_cuda(select_args(selection), a, device, scratch_of(node), stream);
             } else {
                 kv_attend_sparse_cuda(a, looks_up(node), device, scratch_of(node), stream);
@@ -105,6 +169,11 @@ bool cuda_compute(ggml_backend_cuda_context & ctx, ggml_tensor * node) {
     case NodeOp::select:
         if (!is_deferred_look_up(node)) {
             kv_select_cuda(select_args(node), device, scratch_of(node), stream);
+        } else if (may_go_ahead(node) && runs_in_order(ctx) && is_followed_by_attention(node)) {
+            follow(ctx, 0, kSecondStream);
+            kv_select_cuda(select_args(node), device, scratch_of(node), stream);
+            ahead.selection    = node;
+            ctx.curr_stream_no = kSecondStream;
         }
         break;
     case NodeOp::fold:

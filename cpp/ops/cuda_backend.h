@@ -4,9 +4,13 @@
 #include <cstddef>
 
 struct ggml_backend_cuda_context;
+struct ggml_cgraph;
 struct ggml_tensor;
 
 namespace kvfold {
+
+// The nodes that come next are those of `graph`, in order, or some of them.
+void cuda_begin(ggml_backend_cuda_context & ctx, const ggml_cgraph * graph);
 
 // Queues a node of ours; false when it is not one.
 bool cuda_compute(ggml_backend_cuda_context & ctx, ggml_tensor * node);

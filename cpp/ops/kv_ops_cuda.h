@@ -40,8 +40,10 @@ void   kv_attend_cuda(const AttendArgs & a, const CudaDevice & device, void * sc
 
 // kv_select, and kv_attend_sparse. Null, or what is not possible with these arguments.
 const char * kv_select_cuda_refusal(const SelectArgs & a, const CudaDevice & device);
-size_t       kv_select_cuda_scratch(const SelectArgs & a, const CudaDevice & device);
-void         kv_select_cuda(const SelectArgs & a, const CudaDevice & device, void * scratch, cudaStream_t stream);
+// Is kv_select a launch of its own beside the attention's?
+bool   kv_select_cuda_reads_few(const SelectArgs & a);
+size_t kv_select_cuda_scratch(const SelectArgs & a, const CudaDevice & device);
+void   kv_select_cuda(const SelectArgs & a, const CudaDevice & device, void * scratch, cudaStream_t stream);
 // With 16 query heads a KV head, or 8 at head size 256, nothing stands in for what is unread.
 size_t kv_attend_sparse_cuda_scratch(const SparseAttendArgs & a, const CudaDevice & device);
 // kv_select and kv_attend_sparse of the same queries over the lists that it makes (which are written, too), by one launch where the

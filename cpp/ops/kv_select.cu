@@ -17,11 +17,6 @@ using device::SelectParams;
 // second launch (bench/cuda/NOTES.md, look-up 8).
 constexpr float kFewTokens = 4096.0f;
 
-bool reads_few(const SelectArgs & a) {
-    const float most = a.budget.lookup_max * float(a.n_kv);
-    return (a.budget.max_tokens > 0 ? std::min(most, float(a.budget.max_tokens)) : most) <= kFewTokens;
-}
-
 // Where the parts of the scratch are.
 struct SelectPlan {
     int    stride;
@@ -172,6 +167,11 @@ const char * kv_select_cuda_refusal(const SelectArgs & a, const CudaDevice & dev
     return nullptr;
 }
 
+bool kv_select_cuda_reads_few(const SelectArgs & a) {
+    const float most = a.budget.lookup_max * float(a.n_kv);
+    return (a.budget.max_tokens > 0 ? std::min(most, float(a.budget.max_tokens)) : most) <= kFewTokens;
+}
+
 size_t kv_select_cuda_scratch(const SelectArgs & a, const CudaDevice & device) {
     return make_plan(a, device, false).bytes;
 }
@@ -192,7 +192,7 @@ void kv_select_attend_cuda(const SelectArgs & a, const SparseAttendArgs & b, con
     SelectParams     p    = select_params(a, plan, static_cast<uint8_t *>(scratch));
     give_slot(p, stream);
     // The kernel that does both is there for rows with a scale for 16 channels only.
-    if (p.n_split == 1 || b.attend.cur.n_rows > device::kSharedRows || reads_few(a) ||
+    if (p.n_split == 1 || b.attend.cur.n_rows > device::kSharedRows || kv_select_cuda_reads_few(a) ||
         b.attend.mem.scale_group != kFp4ScaleGroup) {
         launch(a, p, nullptr, stream);
         return kv_attend_sparse_cuda(b, true, device, scratch, stream);
