@@ -33,7 +33,7 @@ constexpr uint32_t kScore     = KVFOLD_SCORE_KEYDIFF | KVFOLD_SCORE_ATTN;  // be
 constexpr int32_t kDenseLayers = 2;
 constexpr int32_t kEarlyPart   = 3;     // of the layers, one in so many is early
 constexpr float   kEarlyShare  = 2.0f;  // times the budget, at most
-constexpr float   kLateShare   = 0.85f;
+constexpr float   kLateShare   = 0.9f;
 
 thread_local std::string                t_last_error;
 thread_local std::vector<kvfold_config> t_scopes;

@@ -106,7 +106,7 @@ def test_decoding_does_not_drift(smollm2: Model, prose: list[int], logits, kv_ty
 
 @pytest.mark.parametrize("threshold", [0.1, 0])
 def test_auto_reads_more_in_early_layers(smollm2: Model, prose: list[int], threshold: float) -> None:
-    """Of 30 layers two are dense, eight may read up to twice the share and 20 read 0.85 of it.
+    """Of 30 layers two are dense, eight may read up to twice the share and 20 read 0.9 of it.
 
     Without a threshold nothing stops them, and all read the share.
     """
@@ -125,7 +125,7 @@ def test_auto_reads_more_in_early_layers(smollm2: Model, prose: list[int], thres
     if threshold == 0:
         assert np.allclose([*early, *late], 0.2, atol=0.01)
     else:
-        assert np.allclose(late, 0.17, atol=0.01)
+        assert np.allclose(late, 0.18, atol=0.01)
         assert early.min() >= 0.2 and early.max() <= 0.41 and early.max() > 0.25
 
 
