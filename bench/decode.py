@@ -57,7 +57,7 @@ def type_flags(kv_type: str) -> list[str]:
 
 def execute(command: list[str]) -> subprocess.CompletedProcess[str]:
     """Run a program of llama.cpp; its threads sleep while they wait, or other work would slow them down."""
-    env = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0", **os.environ}
+    env = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "500", **os.environ}
     return subprocess.run(command, capture_output=True, text=True, env=env, check=False)
 
 

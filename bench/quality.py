@@ -68,7 +68,7 @@ def perplexity(args: argparse.Namespace, logits: Path, options: list[str]) -> st
     command = [str(Path(args.bin) / "llama-perplexity"), "-m", args.model, "-f", args.text]
     command += ["-c", str(args.context), "--chunks", str(args.chunks), "-b", str(MICRO_BATCH), "-ub", str(MICRO_BATCH)]
     command += ["-fa", "on", "--kl-divergence-base", str(logits), *options, *args.options]
-    env = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0", **os.environ}
+    env = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "500", **os.environ}
     result = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
     if result.returncode != 0:
         raise SystemExit(f"{' '.join(command)}: exit status {result.returncode}\n{result.stderr[-2000:]}")

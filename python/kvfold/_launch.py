@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
+from .threads import set_waiting
+
 
 def package_dir() -> Path:
     """The directory that holds `_core`, `lib` and `bin` (in an editable install it is not that of the Python files)."""
@@ -20,10 +22,7 @@ def run(name: str) -> NoReturn:
     program = package_dir() / "bin" / name
     if not os.access(program, os.X_OK):
         sys.exit(f"{name}: '{program}' is missing; this installation of kvfold is incomplete, install it again")
-    # Threads that wait for others must sleep, not spin: on a busy machine spinning OpenMP barriers slow decoding down
-    # by two orders of magnitude. Who knows better sets the variables.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    os.environ.setdefault("GOMP_SPINCOUNT", "0")
+    set_waiting(os.environ)
     sys.stdout.flush()
     sys.stderr.flush()
     os.execv(program, [str(program), *sys.argv[1:]])

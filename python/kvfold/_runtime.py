@@ -15,14 +15,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from .threads import set_waiting
+
 #: The one version of ``llama-cpp-python`` whose source the runtime is built from.
 LLAMA_CPP_PYTHON_VERSION = "0.3.36"
 
 _LIB_PATH_VARIABLE = "LLAMA_CPP_LIB_PATH"
 _LIB_DIR_OVERRIDE = "KVFOLD_LIB_DIR"
-
-# Spinning barriers make two waiting threads burn what the others need; set before OpenMP starts, unless the user did.
-_THREADING_DEFAULTS = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0"}
 
 _lock = threading.Lock()
 _loaded: ModuleType | None = None
@@ -57,8 +56,7 @@ def find_lib_dir() -> Path | None:
 
 def prepare_environment() -> None:
     """Set what must be in the environment before ``llama_cpp`` and OpenMP are loaded; never overrides the user."""
-    for name, value in _THREADING_DEFAULTS.items():
-        os.environ.setdefault(name, value)
+    set_waiting(os.environ)
     lib_dir = find_lib_dir()
     if lib_dir is not None and "llama_cpp" not in sys.modules:
         os.environ.setdefault(_LIB_PATH_VARIABLE, str(lib_dir))

@@ -1,13 +1,26 @@
-"""How many threads are worth using: physical cores that this process may run on, within its CPU quota."""
+"""How many threads are worth using - physical cores this process may run on, within its quota - and how they wait."""
 
 from __future__ import annotations
 
 import math
 import os
+from collections.abc import MutableMapping
 from pathlib import Path
 
 _TOPOLOGY = "/sys/devices/system/cpu/cpu{cpu}/topology/{name}"
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
+
+
+#: Rounds that a waiting thread spins, some microseconds: a thread that sleeps at every barrier takes longer to wake up
+#: than small operations take, and one that spins for long takes the time of the thread it waits for (docs/tuning.md).
+SPIN_COUNT = 500
+
+
+def set_waiting(environment: MutableMapping[str, str]) -> None:
+    """Let threads that wait for each other spin briefly, then sleep, unless the user says how OpenMP is to wait."""
+    if "OMP_WAIT_POLICY" not in environment:
+        environment["OMP_WAIT_POLICY"] = "passive"
+        environment.setdefault("GOMP_SPINCOUNT", str(SPIN_COUNT))
 
 
 def default_threads() -> int:
