@@ -26,6 +26,8 @@ from typing import Any
 
 import synth_gguf
 
+from kvfold.threads import set_waiting
+
 #: Tokens per second of every run, by type, depth and test ("tg": decode, "pp": prefill).
 Samples = dict[tuple[str, int, str], list[float]]
 
@@ -56,8 +58,9 @@ def type_flags(kv_type: str) -> list[str]:
 
 
 def execute(command: list[str]) -> subprocess.CompletedProcess[str]:
-    """Run a program of llama.cpp; its threads sleep while they wait, or other work would slow them down."""
-    env = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "500", **os.environ}
+    """Run a program of llama.cpp, whose threads wait as those of an installed one do."""
+    env = dict(os.environ)
+    set_waiting(env)
     return subprocess.run(command, capture_output=True, text=True, env=env, check=False)
 
 

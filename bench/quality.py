@@ -18,9 +18,7 @@ divergence of up to 1e-2 of their own: for small differences take F32 weights (b
 from __future__ import annotations
 
 import argparse
-import os
 import re
-import subprocess
 import sys
 import tempfile
 from itertools import pairwise
@@ -28,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from decode import execute
 
 BASE = "f16"
 MICRO_BATCH = 256
@@ -68,8 +67,7 @@ def perplexity(args: argparse.Namespace, logits: Path, options: list[str]) -> st
     command = [str(Path(args.bin) / "llama-perplexity"), "-m", args.model, "-f", args.text]
     command += ["-c", str(args.context), "--chunks", str(args.chunks), "-b", str(MICRO_BATCH), "-ub", str(MICRO_BATCH)]
     command += ["-fa", "on", "--kl-divergence-base", str(logits), *options, *args.options]
-    env = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "500", **os.environ}
-    result = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+    result = execute(command)
     if result.returncode != 0:
         raise SystemExit(f"{' '.join(command)}: exit status {result.returncode}\n{result.stderr[-2000:]}")
     return result.stdout + result.stderr
