@@ -70,13 +70,20 @@ def failure(result: subprocess.CompletedProcess[str]) -> str:
 
 
 def llama_bench(
-    folder: str, model: str, kv_type: str, depths: Iterable[int], tokens: int, prompt: int, options: list[str]
+    folder: str,
+    model: str,
+    kv_type: str,
+    depths: Iterable[int],
+    tokens: int,
+    prompt: int,
+    options: list[str],
+    repeats: int = 1,
 ) -> tuple[list[dict[str, Any]], str]:
     """One llama-bench process: its rows, and what went wrong (empty: nothing).
 
     The rows of depths that were measured before a failure are there.
     """
-    command = [str(Path(folder) / "llama-bench"), "-m", model, "-fa", "1", "-r", "1"]
+    command = [str(Path(folder) / "llama-bench"), "-m", model, "-fa", "1", "-r", str(repeats)]
     command += ["-d", ",".join(str(d) for d in depths), "-n", str(tokens), "-p", str(prompt)]
     result = execute([*command, *type_flags(kv_type), "-o", "jsonl", *options])
     rows = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{") and line.endswith("}")]
@@ -86,9 +93,10 @@ def llama_bench(
 def add_samples(samples: Samples, kv_type: str, rows: list[dict[str, Any]]) -> None:
     """Keep the speeds of llama-bench's rows and show them."""
     for row in rows:
-        test, depth, speed = "tg" if row["n_gen"] else "pp", int(row["n_depth"]), float(row["avg_ts"])
-        samples.setdefault((kv_type, depth, test), []).append(speed)
-        print(f"{kv_type:9} depth {depth:6} {test} {speed:9.2f} t/s", file=sys.stderr, flush=True)
+        test, depth, speeds = "tg" if row["n_gen"] else "pp", int(row["n_depth"]), row["samples_ts"]
+        samples.setdefault((kv_type, depth, test), []).extend(speeds)
+        text = " ".join(f"{speed:9.2f}" for speed in speeds)
+        print(f"{kv_type:9} depth {depth:6} {test} {text} t/s", file=sys.stderr, flush=True)
 
 
 def medians(samples: Samples) -> dict[tuple[str, int, str], float]:

@@ -2,13 +2,15 @@
 """Decode and prefill speed on a GPU by model shape, kv type and depth, with the bytes read and the bandwidth reached.
 
 usage: gpu_decode.py --bin DIR [--shapes llama-1b,...] [--types f16,...] [--depths 0,8192,...] [--rounds 3]
-                     [--tokens 64] [--prompt 0] [--folder DIR] [--json OUT.json] [-- options for llama-bench]
+                     [--repeats 3] [--tokens 64] [--prompt 0] [--folder DIR] [--json OUT.json]
+                     [-- options for llama-bench]
        gpu_decode.py --bin DIR --check --check-model M.gguf --check-text FILE [--types fp4,...]
 
 Models are synthetic (synth_gguf.py): the published dimensions, random Q4_0 weights. They are kept in --folder if given.
 Every round runs every type once at every depth (one llama-bench process a type, every second round backwards), so that
-a change of the machine's speed meets all types. Tables show medians. A type that fails, for example because memory runs
-out, is reported, the others go on, and the exit status is 1.
+a change of the machine's speed meets all types. A process measures --repeats times at every depth, as llama-bench does
+by itself: the first time is slower, because kernels are loaded when they are first used. Tables show medians of all. A
+type that fails, for example because memory runs out, is reported, the others go on, and the exit status is 1.
 
 KV read  bytes of the cache that one token at this depth has to read: rows and scales, summaries (and their spreads if
          decoding looks up), exact rows. Layers with a sliding window count their window. When decoding looks up, how
@@ -188,7 +190,7 @@ def measure(args: argparse.Namespace, name: str, model: Path, record: dict[str, 
     for index in range(args.rounds):
         for kv_type in args.types if index % 2 == 0 else reversed(args.types):
             rows, error = decode.llama_bench(
-                args.bin, str(model), kv_type, args.depths, args.tokens, args.prompt, options
+                args.bin, str(model), kv_type, args.depths, args.tokens, args.prompt, options, args.repeats
             )
             require_gpu(rows, args)
             decode.add_samples(samples, kv_type, rows)
@@ -327,6 +329,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--types", default=TYPES, help="fp4_csa2/layers=dense: a type with settings of its own")
     parser.add_argument("--depths", default=DEPTHS)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=3, help="measurements a depth in every llama-bench process")
     parser.add_argument("--tokens", type=int, default=64, help="decoded at every depth; 0: no decoding")
     parser.add_argument("--prompt", type=int, default=0, help="tokens of prefill at every depth; 0: none")
     parser.add_argument("--folder", help="where models are kept (default: a temporary folder)")

@@ -153,9 +153,12 @@ bool looks_up(kvfold_cache & cache, const llama_kv_cells & cells, const llama_kv
     if (!cache.looks_up || n_tokens > cache.lookup_queries) {
         return false;
     }
-    const auto far    = kvfold::count_far(cache.plan.far_bits, cache.group());
     const auto enough = uint32_t(cache.min_context);
-    if (far.tokens == 0 || far.tokens < enough || longest(cells, seqs, cache.n_seq_max) < enough) {
+    if (longest(cells, seqs, cache.n_seq_max) < enough) {
+        return false;
+    }
+    const auto far = kvfold::count_far(cache.plan.far_bits, cache.group());
+    if (far.tokens == 0 || far.tokens < enough) {
         return false;
     }
     if (far.partial_groups > kvfold::partial_room(cache.n_seq_max)) {

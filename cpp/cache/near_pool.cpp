@@ -2,16 +2,10 @@
 
 #include <algorithm>
 
+#include "cache/vector_clones.h"
 #include "ggml.h"
 #include "ops/graph_node.h"
 #include "ops/kv_ops.h"
-
-// A function whose loops are worth having for wider vectors than every processor has; the loader picks.
-#if defined(__x86_64__) && defined(__gnu_linux__)
-#define KVFOLD_VECTOR_CLONES __attribute__((target_clones("avx2", "default")))
-#else
-#define KVFOLD_VECTOR_CLONES
-#endif
 
 namespace kvfold {
 
@@ -125,12 +119,15 @@ void NearPool::add_to_plan(const llama_kv_cells & cells, uint32_t group_index, b
 namespace {
 
 // Sets the bit of every cell in use; `bits` is zero before.
-KVFOLD_VECTOR_CLONES void list_used(const llama_kv_cells & cells, uint32_t n_kv, uint32_t * bits) {
-    const auto used  = [&](uint32_t c) { return uint32_t(!cells.is_empty(c)); };
-    uint32_t   first = 0;
+KVFOLD_VECTOR_CLONES void list_used(const llama_kv_cells & cells, int32_t n_kv, uint32_t * bits) {
+    const auto used  = [&](int32_t c) { return uint32_t(!cells.is_empty(uint32_t(c))); };
+    int32_t    first = 0;
     for (; first + 32 <= n_kv; first += 32) {  // a fixed count, or compilers will not use vectors
+        if (first < 0) {
+            __builtin_unreachable();  // nor, if an index might wrap, loads of more than one cell: 20 us for 65536 instead of 3
+        }
         uint32_t word = 0;
-        for (uint32_t i = 0; i < 32; ++i) {
+        for (int32_t i = 0; i < 32; ++i) {
             word |= used(first + i) << i;
         }
         bits[first / 32] = word;
@@ -165,7 +162,7 @@ void NearPool::list_cells(const llama_kv_cells & cells, const std::vector<uint32
                           const llama_kv_cells::seq_set_t & seqs, uint32_t n_kv, UbatchPlan & plan) const {
     plan.far_bits.assign(size_t(plan_words(n_kv)), 0);
     if (config_.n_seq_max == 1) {
-        list_used(cells, n_kv, plan.far_bits.data());
+        list_used(cells, int32_t(n_kv), plan.far_bits.data());
     } else {
         for (uint32_t c = 0; c < n_kv; ++c) {
             if (!cells.is_empty(c) && (cells.seq_get_all(c) & seqs).any()) {

@@ -315,17 +315,17 @@ __device__ __forceinline__ void decode_block(const AttendParams & p, const Selec
     const int n_columns = SPARSE ? column0 + p.gqa : p.n_q * p.gqa;
     const int query0 = column_query(p, column0), query1 = column_query(p, min(column0 + S::columns, n_columns) - 1);
 
-    // Tiles are dealt out to the warps of all blocks in turn, and back again in the next round, and so on.
+    // Tiles are dealt out to the warps of all blocks in turn, from the first cells on: the newest cells, whose tiles hold little or nothing
+    // that is far, are in the last round then, and do not let a warp with a full share of tiles wait.
     const int32_t * list     = nullptr;
     int             n_listed = 0, n_tiles = (p.n_kv + kDecodeTile - 1) / kDecodeTile;
     const int       all_warps = p.n_split * S::warps, this_warp = warp * p.n_split + int(blockIdx.y);
     // or, when the block has a piece of the list to itself, to its own warps
-    const int step    = READS == Reads::looked_up ? S::warps : all_warps;
-    const int me      = READS == Reads::looked_up ? warp : this_warp;
-    auto      tile_of = [&](int round) { return n_tiles - 1 - (round == 0 ? me : round * step + step - 1 - me); };
-    // The warp's next tile, or none. Those of a list go up, so that the first can be asked for before the list's length is known.
+    const int step = READS == Reads::looked_up ? S::warps : all_warps;
+    const int me   = READS == Reads::looked_up ? warp : this_warp;
+    // The warp's next tile, or none.
     auto following = [&](int tile) {
-        return READS != Reads::listed ? tile - step : tile >= 0 && tile + step < n_tiles ? tile + step : -1;
+        return READS == Reads::looked_up ? tile - step : tile >= 0 && tile + step < n_tiles ? tile + step : -1;
     };
 
     // The warp's tile in shared memory, and how it gets there. The keys and summaries of a tile are one commit, its values
@@ -464,16 +464,17 @@ __device__ __forceinline__ void decode_block(const AttendParams & p, const Selec
         __syncthreads();
         load_queries<KW>(q, q_rows, S::q_stride, lane);
     };
-    // The exact cells, beginning with this unit. Rows of the micro-batch take the place of the tile, with 8-byte alignment.
-    auto attend_units = [&](int unit) {
+    // The warp's units of exact cells; the last warps begin, which may have a tile less. Rows of the micro-batch, unless they are few, take
+    // the place of the tile, with 8-byte alignment.
+    const int first_unit   = all_warps - 1 - this_warp;
+    auto      attend_units = [&]() {
         half * const space = reinterpret_cast<half *>(keys + ((keys - shared) & 1));
 #pragma unroll 1
-        for (const int n_units = (p.n_exact + 15) / 16; unit < n_units; unit += all_warps) {
+        for (int unit = first_unit, n_units = (p.n_exact + 15) / 16; unit < n_units; unit += all_warps) {
             attend_exact<D, NB, WARPS>(p, head, unit, column0, n_columns, few, space, q, sm, o);
         }
     };
 
-    const int   first_unit = (n_tiles / step & 1) == 0 ? step - 1 - me : me;  // where everything is read
     int         tile, after, entry = 0, next_entry = 0;
     bool        all_taken = false;  // by a look-up
     TileRequest request;
@@ -500,7 +501,7 @@ __device__ __forceinline__ void decode_block(const AttendParams & p, const Selec
             wait_for_earlier();
         }
         prepare_queries();
-        attend_units(all_warps - 1 - this_warp);
+        attend_units();
         __syncwarp();
         if (p.after_lookup) {
             wait_for_earlier();
@@ -519,18 +520,34 @@ __device__ __forceinline__ void decode_block(const AttendParams & p, const Selec
         request_values(tile, entry);
     } else {
         // far rows, plan and mask are older than the kernels that may still be running
-        tile    = tile_of(0);
-        after   = tile_of(1);
+        tile    = me < n_tiles ? me : -1;
+        after   = following(tile);
         request = request_sight(tile, entry);
         request_keys(tile, entry);
         request_values(tile, entry);
-        // and so is the near pool; at the beginning of a context its rows take longer to come than all the rest
+        // The near pool is older, too; at the beginning of a context its rows take longer to come than all the rest.
         prefetch_exact<D>(p, head, first_unit);
         wait_for_earlier();
         prepare_queries();
     }
 
-    for (; tile >= 0; tile = after, after = following(after)) {
+    // Where warps have several tiles, exact cells are attended while the first is on its way, or else all would wait for the few warps that
+    // have them. With one tile they are the longest way, and what they need comes while the tile is worked on. (At head size 256 there are
+    // too few warps to have tiles on their way meanwhile; and rows of the micro-batch must not take the place of a tile.)
+    bool exact_left = READS != Reads::listed;
+    bool exact_before_tile =
+        READS == Reads::all && D < 256 && after >= 0 && (few != nullptr || p.cur_half_k != nullptr);
+    for (;; tile = after, after = following(after)) {
+        if (tile < 0) {
+            copy_wait<0>();
+        }
+        if (exact_left && (exact_before_tile || tile < 0)) {
+            attend_units();
+            exact_left = false;
+        }
+        if (tile < 0) {
+            break;
+        }
         const int       cell0 = tile * kDecodeTile;
         const TileSight sight = sight_of(request, tile);
         request               = request_sight(after, next_entry);
@@ -602,14 +619,6 @@ __device__ __forceinline__ void decode_block(const AttendParams & p, const Selec
             entry      = next_entry;
             next_entry = listed(following(after));
         }
-    }
-    copy_wait<0>();
-
-    // first to warps that the last round has left out
-    if constexpr (READS == Reads::all) {
-        attend_units(first_unit);
-    } else if constexpr (READS == Reads::looked_up) {
-        attend_units(all_warps - 1 - this_warp);
     }
     __syncthreads();  // what follows uses the memory of the tiles
     let_next_begin();

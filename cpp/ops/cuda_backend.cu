@@ -63,6 +63,7 @@ constexpr int kSecondStream = GGML_CUDA_MAX_STREAMS - 1;
 
 struct Ahead {
     const ggml_cgraph * graph     = nullptr;  // that is being queued
+    int                 searched  = 0;        // nodes of it before the last attention that was looked for
     const ggml_tensor * selection = nullptr;  // whose attention is still to come; other nodes go to the second stream
     cudaEvent_t         events[GGML_CUDA_MAX_DEVICES][2]{};
 };
@@ -80,10 +81,11 @@ bool may_go_ahead(const ggml_tensor * selection) {
 // The attention has to be in the same graph: a graph that is recorded must end on one stream.
 bool is_followed_by_attention(const ggml_tensor * selection) {
     ggml_cgraph * graph = const_cast<ggml_cgraph *>(ahead.graph);  // ggml's functions want it so
-    for (int i = 0; graph != nullptr && i < ggml_graph_n_nodes(graph); ++i) {
+    for (int i = ahead.searched; i < ggml_graph_n_nodes(graph); ++i) {
         const ggml_tensor * node = ggml_graph_node(graph, i);
         if (is_kvfold_node(node) && NodeOp(node_params(node).op) == NodeOp::attend &&
             node->src[attend_src::selection] == selection && looks_up(node)) {
+            ahead.searched = i;
             return true;
         }
     }
@@ -107,6 +109,7 @@ void cuda_begin(ggml_backend_cuda_context & ctx, const ggml_cgraph * graph) {
         ctx.curr_stream_no = 0;
     }
     ahead.graph     = graph;
+    ahead.searched  = 0;
     ahead.selection = nullptr;
 }
 
