@@ -569,6 +569,8 @@ void time_all(int nth, const std::string & only) {
     attend("prefill", large, 8192, 128);
     attend("prefill", Dims{4, 1, 256, 4}, 8192, 128);
     if (std::string("lookup").find(only) != std::string::npos) {
+        time_attend(rng, "all", small, 8192, 1, nth);
+        time_lookup(Scene(rng, small, 8192, 1), "20 %", 0.2f, 0, 0, nth);
         time_lookups(rng, large, nth);
     }
     if (std::string("score").find(only) != std::string::npos) {

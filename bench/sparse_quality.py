@@ -192,7 +192,7 @@ class Rule:
     dense_layers: int = 0
     score: str = "spread"  # "channel" (variance per channel), "true" (exact masses), "two-stage"
     first_stage: float = 0.0  # two-stage: groups whose keys are read, as a multiple of `look`
-    stand_in: float = 0.25  # share of the estimated unread mass that gets the mean value; 0: none
+    stand_in: float = 0.5  # share of the estimated unread mass that gets the mean value; 0: none
     mean: str = "read"  # of the values that are read (sinks too), of "all" far ones, or of "exact" ones
     shared_by: int = 1  # layers that use one selection
     pool: float = 1.0  # share of the spans of 128 tokens that are looked into at all
@@ -313,7 +313,7 @@ class SparseAttention:
             if sparse and rule.stand_in:
                 with np.errstate(divide="ignore"):
                     rest = np.log(m * np.where(seen & ~taken, np.exp(estimate), 0).sum(axis=2))
-                extra = np.minimum(rule.stand_in * np.exp(rest - top[..., 0]), total)
+                extra = np.minimum(rule.stand_in * np.exp(rest - top[..., 0]), total / 16)
                 mixed += extra[..., None] * mean_value(rule.mean, far, read, causal, values)
                 total += extra
             out[:, heads] = (mixed / total[..., None]).swapaxes(0, 1)

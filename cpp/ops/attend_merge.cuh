@@ -30,7 +30,7 @@ __device__ __forceinline__ float finish_output(const AttendParams & p, int h, fl
 template <int C>
 __device__ __forceinline__ void add_stand_in(float (&total)[C], float2 & ml, float unread, const float (&mean)[C],
                                              float n) {
-    const float mass = fminf(kStandIn * exp2_fast(unread - ml.x), ml.y);
+    const float mass = fminf(kStandIn * exp2_fast(unread - ml.x), kMostStandIn * ml.y);
     if (mass > 0.0f && n > 0.0f) {
         ml.y += mass;
 #pragma unroll

@@ -286,9 +286,9 @@ void run_task(const SparseAttendArgs & args, const AttendArgs & a, const Shape &
 // Adds what stands in for the unread groups to a row; see SparseAttendArgs.
 void stand_in(const SparseAttendArgs & args, const Shape & shape, const Threads & t, int64_t query, int32_t head,
               float maximum, float & sum, float * values) {
-    const AttendArgs & a    = args.attend;
-    const float        mass = std::min(kStandIn * expf(args.unread[query * a.n_head + head] - maximum), sum);
-    float              n    = 0.0f;
+    const AttendArgs & a = args.attend;
+    const float mass = std::min(kStandIn * expf(args.unread[query * a.n_head + head] - maximum), kMostStandIn * sum);
+    float       n    = 0.0f;
     for (int32_t s = 0; s < shape.n_splits; ++s) {
         n += shape.mean(a, t, s, query, head / shape.gqa)[a.mem.head_dim];
     }

@@ -217,22 +217,46 @@ void dot_four(const float * decoded, const float * q, float * dot) {
     sum_4x16(sum, dot);
 }
 
-float estimate(const SelectArgs & a, float dot, float square, float spread) {
-    const float mean = a.softcap != 0.0f ? a.softcap * tanhf(dot / a.softcap) : dot;
-    const float e    = mean + square * spread;
-    return e != e ? -kLargest : std::max(-kLargest, std::min(kLargest, e));
+// kLanes scores; NaN becomes the lowest.
+VFloat estimate(const SelectArgs & a, VFloat dot, float square, VFloat spread) {
+    const VFloat cap  = v_set(a.softcap);
+    const VFloat mean = a.softcap != 0.0f ? cap * v_tanh(dot / cap) : dot;
+    const VFloat e    = v_max(mean + v_set(square) * spread, v_set(-kLargest));
+    return e < v_set(kLargest) ? e : v_set(kLargest);
 }
 
-// Scores of `n` candidates for one KV head and some queries of the round that begins with query `first`.
+// Moves what the first `n` slots of a slice hold to the slots of the candidates, which begin at `first_slot`; the others have none.
+void spread_out(float * slice, int32_t first_slot, const Candidate * candidates, int32_t n) {
+    int32_t end = kSlice;
+    for (int32_t c = n - 1; c >= 0 && n < kSlice; --c) {  // backwards, because no candidate moves to a lower place
+        const int32_t at    = candidates[c].slot - first_slot;
+        const float   score = slice[c];
+        std::fill(slice + at + 1, slice + end, kNoCandidate);
+        slice[at] = score;
+        end       = at;
+    }
+    if (n < kSlice) {
+        std::fill(slice, slice + end, kNoCandidate);
+    }
+}
+
+// Scores in a slice, whose `n` candidates are given, for one KV head and some queries of the round that begins with query `first`.
 template <int DIM>
 void score(const Work & w, const Level & level, int32_t kv_head, int32_t first, int32_t query_begin, int32_t query_end,
-           const Candidate * candidates, int32_t n) {
-    const SelectArgs & a   = w.a;
-    const int32_t      gqa = w.shape.gqa;
+           int32_t slice, const Candidate * candidates, int32_t n) {
+    const SelectArgs & a            = w.a;
+    const int32_t      head         = kv_head * w.shape.gqa;
+    const int32_t      at           = slice * kSlice;
+    const auto         for_each_row = [&](const auto & use) {
+        for (int32_t i = query_begin; i < query_end; ++i) {
+            for (int32_t h = head; h < head + w.shape.gqa; ++h) {
+                use(i, int64_t(i) * a.n_head + h, w.row(i - first, h) + at);
+            }
+        }
+    };
+    float spread[kSlice] = {};
     for (int32_t c0 = 0; c0 < n; c0 += 4) {
-        const int32_t width = std::min(4, n - c0);
-        float         s2[4] = {};
-        for (int32_t c = 0; c < width; ++c) {
+        for (int32_t c = 0; c < std::min(4, n - c0); ++c) {
             const int64_t    index = candidates[c0 + c].index;
             const Fp4Block * from  = summary_row<DIM>(level, a.mem, index, kv_head);
 #pragma GCC unroll 16
@@ -242,28 +266,19 @@ void score(const Work & w, const Level & level, int32_t kv_head, int32_t first, 
             }
             uint16_t half;
             memcpy(&half, level.spread + (index * a.mem.n_head_kv + kv_head) * 2, sizeof half);
-            s2[c] = f16_decode(half);
+            spread[c0 + c] = f16_decode(half);
         }
-        for (int32_t i = query_begin; i < query_end; ++i) {
-            for (int32_t h = kv_head * gqa; h < (kv_head + 1) * gqa; ++h) {
-                const int64_t row = int64_t(i) * a.n_head + h;
-                float *       to  = w.row(i - first, h);
-                float         dot[4];
-                dot_four<DIM>(w.decoded, w.q + row * DIM, dot);
-                for (int32_t c = 0; c < width; ++c) {
-                    const Candidate x    = candidates[c0 + c];
-                    const bool      seen = w.sees(i, int64_t(x.index) * level.cells);
-                    to[x.slot]           = seen ? estimate(a, dot[c], w.square[row], s2[c]) : kNoCandidate;
-                }
-            }
+        for_each_row([&](int32_t, int64_t row, float * to) { dot_four<DIM>(w.decoded, w.q + row * DIM, to + c0); });
+    }
+    for_each_row([&](int32_t query, int64_t row, float * to) {
+        for (int32_t c = 0; c < n; c += kLanes) {
+            v_store(to + c, estimate(a, v_load(to + c), w.square[row], v_load(spread + c)));
         }
-    }
-}
-
-void clear_slice(const Work & w, int32_t query_of_round, int32_t head_begin, int32_t head_end, int32_t slice) {
-    for (int32_t h = head_begin; h < head_end; ++h) {
-        std::fill_n(w.row(query_of_round, h) + slice * kSlice, kSlice, kNoCandidate);
-    }
+        for (int32_t c = 0; c < n && a.mask != nullptr; ++c) {
+            to[c] = w.sees(query, int64_t(candidates[c].index) * level.cells) ? to[c] : kNoCandidate;
+        }
+        spread_out(to, at, candidates, n);
+    });
 }
 
 // A slice of a whole level, for everybody.
@@ -283,11 +298,8 @@ void score_level(const Work & w, const Level & level, int32_t first, int32_t las
             candidates[n++] = {x, x};
         }
     }
-    for (int32_t i = first; i < last; ++i) {
-        clear_slice(w, i - first, 0, a.n_head, slice);
-    }
     for (int32_t h = 0; h < a.mem.n_head_kv; ++h) {
-        score<DIM>(w, level, h, first, first, last, candidates, n);
+        score<DIM>(w, level, h, first, first, last, slice, candidates, n);
     }
 }
 
@@ -309,8 +321,7 @@ void score_pool(const Work & w, int32_t first, int32_t query, int32_t kv_head, i
             candidates[n++] = {s, g};
         }
     }
-    clear_slice(w, query - first, kv_head * w.shape.gqa, (kv_head + 1) * w.shape.gqa, slice);
-    score<DIM>(w, groups, kv_head, first, query, query + 1, candidates, n);
+    score<DIM>(w, groups, kv_head, first, query, query + 1, slice, candidates, n);
 }
 
 template <int DIM>

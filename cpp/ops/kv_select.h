@@ -90,13 +90,18 @@ void   kv_select(const SelectArgs & a, const Threads & t);
 
 // Of the estimated mass that is left unread, the share that the mean value stands in for. Were unread values like any other,
 // it would be 1; but they are also like those that the same query has found (bench/sparse_quality.py).
-constexpr float kStandIn = 0.25f;
+constexpr float kStandIn = 0.5f;
+
+// And no more than this share of what was read. Estimates can be far too high: keys of a group that differ much have a large spread, and the
+// mean of the exponentials is taken to grow with it without end (docs/decisions.md). A sixteenth is nearly always enough for what is really
+// unread, and too little to do harm.
+constexpr float kMostStandIn = 1.0f / 16.0f;
 
 // kv_attend_sparse: kv_attend that reads, of the far cells, only those of the groups listed for the query and KV head.
 //
 // With `unread` the mean value stands in for the rest: with M the mass that head j has read (its softmax sum, without sinks, in
 // units of exp(score)) and v the plain mean of the values of all cells that the query reads for the KV head,
-//   w = min(kStandIn * exp(unread[j]), M)
+//   w = min(kStandIn * exp(unread[j]), kMostStandIn * M)
 // is added to the sum and w * v to the weighted values.
 struct SparseAttendArgs {
     AttendArgs      attend;

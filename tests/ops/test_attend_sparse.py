@@ -123,6 +123,22 @@ def test_something_stands_in_for_the_unread(core, group: int, head_dim: int, rat
         )
 
 
+def test_an_estimate_that_is_far_too_high_does_little_harm(core) -> None:
+    """However much is said to be unread, the mean value gets a sixteenth of what the values that are read get."""
+    rng = np.random.default_rng(22)
+    s = lookup_scene(rng, n_groups=60, group=4, states=["complete"] * 60)
+    q, lists = queries(rng, 2, s, 3), lookup.pack(random_lists(rng, 2, s, 0.9))
+    plain, moved = (
+        lookup.attend_sparse(core, s.layer, s.cur, s.cell_src, q, lists, scale=0.1, unread=unread)
+        for unread in (None, np.full((2, 6), 60, np.float32))
+    )
+    mean = 17 * moved - 16 * plain  # the same for the three heads of a KV head
+    largest = np.abs(plain).max()
+    for heads in (slice(0, 3), slice(3, 6)):
+        assert np.ptp(mean[:, heads], axis=1).max() <= 1e-3 * largest
+    assert np.abs(moved - plain).max() > 1e-3 * largest
+
+
 def test_stand_in_of_nothing_read(core) -> None:
     """Without a value there is no mean, and without an estimate nothing changes to the bit."""
     rng = np.random.default_rng(21)

@@ -18,7 +18,8 @@ from .rotate import Rotation, rotate
 BINS = 2048
 BINS_PER_NAT = 64
 SPREAD_WEIGHT = 0.75
-STAND_IN = 0.25
+STAND_IN = 0.5
+MOST_STAND_IN = 1 / 16  # of what was read
 
 
 @dataclass(frozen=True)
@@ -224,7 +225,7 @@ def attend_listed(
             result = attend(layer, cur, src, q[i : i + 1], row, sinks, **options)[0]
             if unread is not None:
                 mean, read, total = mean_and_mass(layer, cur, src, q[i : i + 1], row, sinks, h, **options)
-                mass = np.minimum(STAND_IN * np.exp(unread[i, heads].astype(np.float64)), read)
+                mass = np.minimum(STAND_IN * np.exp(unread[i, heads].astype(np.float64)), MOST_STAND_IN * read)
                 share = np.divide(mass, total + mass, out=np.zeros(ratio), where=mass > 0)[:, None]
                 result[heads] = (1 - share) * result[heads] + share * mean
             out[i, heads] = result[heads]
