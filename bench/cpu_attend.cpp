@@ -15,6 +15,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <ctime>
+#include <initializer_list>
 #include <limits>
 #include <random>
 #include <string>
@@ -480,8 +481,8 @@ void time_lookup(const Scene & scene, const char * name, float share, int32_t mo
         (find.wall + read.wall) * 1e6);
 }
 
-void time_lookups(std::mt19937 & rng, Dims d, int nth) {
-    for (const int32_t past : {8192, 32768, 65536, 131072}) {
+void time_lookups(std::mt19937 & rng, Dims d, std::initializer_list<int32_t> pasts, int nth) {
+    for (const int32_t past : pasts) {
         time_attend(rng, "all", d, past, 1, nth);
         const Scene scene(rng, d, past, 1);
         time_lookup(scene, "20 %", 0.2f, 0, 0, nth);
@@ -569,9 +570,8 @@ void time_all(int nth, const std::string & only) {
     attend("prefill", large, 8192, 128);
     attend("prefill", Dims{4, 1, 256, 4}, 8192, 128);
     if (std::string("lookup").find(only) != std::string::npos) {
-        time_attend(rng, "all", small, 8192, 1, nth);
-        time_lookup(Scene(rng, small, 8192, 1), "20 %", 0.2f, 0, 0, nth);
-        time_lookups(rng, large, nth);
+        time_lookups(rng, small, {8192}, nth);
+        time_lookups(rng, large, {8192, 32768, 65536, 131072}, nth);
     }
     if (std::string("score").find(only) != std::string::npos) {
         for (const bool sizes : {false, true}) {

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from decode import execute
+from decode import execute, failure
 
 BASE = "f16"
 MICRO_BATCH = 256
@@ -69,7 +69,7 @@ def perplexity(args: argparse.Namespace, logits: Path, options: list[str]) -> st
     command += ["-fa", "on", "--kl-divergence-base", str(logits), *options, *args.options]
     result = execute(command)
     if result.returncode != 0:
-        raise SystemExit(f"{' '.join(command)}: exit status {result.returncode}\n{result.stderr[-2000:]}")
+        raise SystemExit(failure(result))
     return result.stdout + result.stderr
 
 

@@ -27,7 +27,6 @@ import ctypes
 import hashlib
 import json
 import re
-import subprocess
 import sys
 import tempfile
 import time
@@ -35,6 +34,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+from decode import execute, failure
 
 # --- the model --------------------------------------------------------------------------------------------------------
 
@@ -193,6 +193,7 @@ class Rule:
     score: str = "spread"  # "channel" (variance per channel), "true" (exact masses), "two-stage"
     first_stage: float = 0.0  # two-stage: groups whose keys are read, as a multiple of `look`
     stand_in: float = 0.5  # share of the estimated unread mass that gets the mean value; 0: none
+    most_stand_in: float = 1 / 16  # and at most this share of what is read
     mean: str = "read"  # of the values that are read (sinks too), of "all" far ones, or of "exact" ones
     shared_by: int = 1  # layers that use one selection
     pool: float = 1.0  # share of the spans of 128 tokens that are looked into at all
@@ -313,7 +314,7 @@ class SparseAttention:
             if sparse and rule.stand_in:
                 with np.errstate(divide="ignore"):
                     rest = np.log(m * np.where(seen & ~taken, np.exp(estimate), 0).sum(axis=2))
-                extra = np.minimum(rule.stand_in * np.exp(rest - top[..., 0]), total / 16)
+                extra = np.minimum(rule.stand_in * np.exp(rest - top[..., 0]), rule.most_stand_in * total)
                 mixed += extra[..., None] * mean_value(rule.mean, far, read, causal, values)
                 total += extra
             out[:, heads] = (mixed / total[..., None]).swapaxes(0, 1)
@@ -425,7 +426,9 @@ def rule_sets() -> dict[str, list[Rule]]:
     ]
     shares = (0.25, 0.375, 0.5)
     sets["stand-in"] = [
-        Rule(f"m={m} {int(100 * b)} % {name}", m=m, look=(b, b), dense_layers=2, stand_in=share, mean=of)
+        Rule(
+            f"m={m} {int(100 * b)} % {name}", m=m, look=(b, b), dense_layers=2, stand_in=share, most_stand_in=1, mean=of
+        )
         for m in (2, 4)
         for b in (0.1, 0.2)
         for name, share, of in (
@@ -561,9 +564,9 @@ def perplexity(options: argparse.Namespace, base: Path, *flags: str) -> str:
     command = [str(options.bin / "llama-perplexity"), "-m", str(options.model), "-f", str(options.text), "-fa", "on"]
     command += ["-c", str(options.context), "--chunks", "1", "-t", str(options.threads)]
     command += ["--kl-divergence-base", str(base), *flags]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = execute(command)
     if done.returncode != 0:
-        raise SystemExit(f"{' '.join(command)} failed:\n{(done.stdout + done.stderr)[-2000:]}")
+        raise SystemExit(failure(done))
     return done.stdout + done.stderr
 
 

@@ -2,10 +2,16 @@
 
 #include <algorithm>
 
-#include "cache/vector_clones.h"
 #include "ggml.h"
 #include "ops/graph_node.h"
 #include "ops/kv_ops.h"
+
+// A function whose loops are worth having for wider vectors than every processor has; the loader picks.
+#if defined(__x86_64__) && defined(__gnu_linux__)
+#define KVFOLD_VECTOR_CLONES __attribute__((target_clones("avx2", "default")))
+#else
+#define KVFOLD_VECTOR_CLONES
+#endif
 
 namespace kvfold {
 

@@ -227,17 +227,18 @@ VFloat estimate(const SelectArgs & a, VFloat dot, float square, VFloat spread) {
 
 // Moves what the first `n` slots of a slice hold to the slots of the candidates, which begin at `first_slot`; the others have none.
 void spread_out(float * slice, int32_t first_slot, const Candidate * candidates, int32_t n) {
+    if (n == kSlice) {
+        return;
+    }
     int32_t end = kSlice;
-    for (int32_t c = n - 1; c >= 0 && n < kSlice; --c) {  // backwards, because no candidate moves to a lower place
+    for (int32_t c = n - 1; c >= 0; --c) {  // backwards, because no candidate moves to a lower place
         const int32_t at    = candidates[c].slot - first_slot;
         const float   score = slice[c];
         std::fill(slice + at + 1, slice + end, kNoCandidate);
         slice[at] = score;
         end       = at;
     }
-    if (n < kSlice) {
-        std::fill(slice, slice + end, kNoCandidate);
-    }
+    std::fill(slice, slice + end, kNoCandidate);
 }
 
 // Scores in a slice, whose `n` candidates are given, for one KV head and some queries of the round that begins with query `first`.
