@@ -534,8 +534,8 @@ __device__ __forceinline__ void decode_block(const AttendParams & p, const Selec
     // Where warps have several tiles, exact cells are attended while the first is on its way, or else all would wait for the few warps that
     // have them. With one tile they are the longest way, and what they need comes while the tile is worked on. (At head size 256 there are
     // too few warps to have tiles on their way meanwhile; and rows of the micro-batch must not take the place of a tile.)
-    bool exact_left = READS != Reads::listed;
-    bool exact_before_tile =
+    bool       exact_left = READS != Reads::listed;
+    const bool exact_before_tile =
         READS == Reads::all && D < 256 && after >= 0 && (few != nullptr || p.cur_half_k != nullptr);
     for (;; tile = after, after = following(after)) {
         if (tile < 0) {
