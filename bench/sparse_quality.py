@@ -551,6 +551,19 @@ RUNTIME_SETS: dict[str, list[dict[str, str]]] = {
         {"lookup": share, "group": m, "layers": "dense*2,full"}
         for m, share in (("4", "0.2"), ("4", "0.2,0.4"), ("4", "0.1,0.2"), ("2", "0.2"), ("2", "0.1,0.2"))
     ],
+    # A fifth of the whole text, its beginning included: `auto`, SmolLM2's own list, groups of 2, no dense layers.
+    "fifth": [
+        {"lookup": "0.2", "min-tokens": "128", "threshold": "0.2"},
+        {
+            "lookup": "0.2",
+            "min-tokens": "128",
+            "threshold": "0.25",
+            "layers": "dense*2,full:0.4*9,full:0.16*8,full:0.25*5,full:0.2",
+        },
+        {"lookup": "0.18", "group": "2"},
+        {"lookup": "0.2", "min-tokens": "128", "threshold": "0", "layers": "full"},
+        {"lookup": "0.2", "min-tokens": "128", "threshold": "0", "layers": "full:0.3*10,full:0.18"},
+    ],
 }
 NUMBERS = {
     "KLD": r"Mean +KLD: +(\S+ ± +\S+)",
