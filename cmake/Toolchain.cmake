@@ -49,6 +49,13 @@ if(GGML_CUDA)
         message(STATUS "no NVIDIA GPU here: compiling for ${kvfold_archs} (choose with -DCMAKE_CUDA_ARCHITECTURES=)")
         set(CMAKE_CUDA_ARCHITECTURES "${kvfold_archs}" CACHE STRING "CUDA architectures")
     endif()
+    # The library of kernels needs the driver's library, which a machine that only builds (a container's image, say) lacks:
+    # there, programs are linked without looking for what it defines.
+    find_library(KVFOLD_CUDA_DRIVER libcuda.so.1)
+    if(NOT KVFOLD_CUDA_DRIVER)
+        message(STATUS "no NVIDIA driver found here: what is built needs one where it runs")
+        add_link_options("LINKER:--allow-shlib-undefined")
+    endif()
 endif()
 
 # Use ccache where it is installed, unless the user chose a launcher. Paths inside the checkout are made relative, so
