@@ -80,6 +80,17 @@ endif()
 foreach(target IN LISTS kvfold_cpu_targets)
     kvfold_add_sources(${target} ${kvfold_format} ${kvfold_ops})
 endforeach()
+
+# llama.cpp's kernels for AMX (Xeons since 2023) are left out: compiled by GCC 12 their first tile instruction is illegal, because
+# its _tile_loadconfig loses the configuration (GCC bug 114098), models with multi-head latent attention abort in them, and
+# weights packed for them take memory that `kvfold plan` does not count.
+include(CheckCXXCompilerFlag)
+check_cxx_compiler_flag(-mno-amx-int8 KVFOLD_KNOWS_AMX)
+if(KVFOLD_KNOWS_AMX)
+    foreach(target IN LISTS kvfold_cpu_targets)
+        target_compile_options(${target} PRIVATE -mno-amx-tile -mno-amx-int8 -mno-amx-bf16)
+    endforeach()
+endif()
 kvfold_add_sources(llama ${kvfold_cache})
 kvfold_add_sources(llama-common ${kvfold_cli})
 kvfold_add_sources(server-context ${kvfold_server})
